@@ -1,0 +1,2 @@
+//! Build facts that `vca doctor` shows.
+fn main() {}

@@ -1,0 +1,161 @@
+//! One attention call as data: its tensors, its valid lengths, its scale; and what makes it valid.
+
+use crate::error::{Error, Result};
+use crate::tensor::TensorView;
+
+/// Largest head dimension of the CPU backend.
+pub const MAX_HEAD_DIM: usize = 256;
+
+/// What to do about a NaN or an infinity among the inputs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum NonFinite {
+    /// An error that names tensor and position.
+    #[default]
+    Reject,
+    /// One in a query row makes that output row NaN; one in a valid key or value makes all rows of the
+    /// query heads that read this (batch, kv head) NaN. Nothing else changes.
+    Propagate,
+}
+
+/// `softmax(scale q k^T) v` without a mask, for every batch and head.
+#[derive(Clone, Copy, Debug)]
+pub struct Problem<'a> {
+    /// Queries, (batch, q heads, q tokens, head_dim).
+    pub q: TensorView<'a>,
+    /// Keys, (batch, kv heads, kv tokens, head_dim); q heads is a multiple of kv heads (GQA, MQA).
+    pub k: TensorView<'a>,
+    /// Values, the shape of the keys.
+    pub v: TensorView<'a>,
+    /// Valid keys per batch; the rest take part in nothing. All of them when absent.
+    pub kv_lens: Option<&'a [usize]>,
+    /// Factor on the scores, of any sign; 1 / sqrt(head_dim) when absent.
+    pub scale: Option<f32>,
+    /// Latent grid [t, h, w] of the key tokens, in raster order; the token order `cube` needs it.
+    pub grid: Option<[usize; 3]>,
+    /// What to do about values that are not finite.
+    pub nonfinite: NonFinite,
+}
+
+/// The sizes of a valid [`Problem`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Batch.
+    pub batch: usize,
+    /// Query heads.
+    pub q_heads: usize,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Query tokens.
+    pub q_tokens: usize,
+    /// Key and value tokens.
+    pub kv_tokens: usize,
+    /// Channels of a head.
+    pub head_dim: usize,
+}
+
+impl Shape {
+    /// The kv head that query head `q_head` reads.
+    pub fn kv_head(&self, q_head: usize) -> usize {
+        q_head / (self.q_heads / self.kv_heads)
+    }
+
+    /// Floating-point operations of the two matrix products, 4 b h n_q n_kv d.
+    pub fn flops(&self) -> f64 {
+        [self.batch, self.q_heads, self.q_tokens, self.kv_tokens, self.head_dim]
+            .iter()
+            .fold(4.0, |f, &x| f * x as f64)
+    }
+}
+
+impl<'a> Problem<'a> {
+    /// A call on whole tensors with the default scale.
+    pub fn new(q: TensorView<'a>, k: TensorView<'a>, v: TensorView<'a>) -> Self {
+        Self { q, k, v, kv_lens: None, scale: None, grid: None, nonfinite: NonFinite::Reject }
+    }
+
+    /// The factor on the scores: the one given, or 1 / sqrt(head_dim).
+    pub fn scale(&self) -> f32 {
+        self.scale.unwrap_or_else(|| 1.0 / (self.q.shape()[3] as f32).sqrt())
+    }
+
+    /// Valid keys of a batch.
+    pub fn kv_len(&self, batch: usize) -> usize {
+        self.kv_lens.map_or(self.k.shape()[2], |lens| lens[batch])
+    }
+
+    /// Checks shapes, lengths, scale and grid, and (unless they may propagate) that the values that take part
+    /// are finite.
+    ///
+    /// # Errors
+    /// The first thing that does not fit.
+    pub fn validate(&self) -> Result<Shape> {
+        let tensor = |tensor, expected: String, given: String| Err(Error::Tensor { tensor, expected, given });
+        let ([b, hq, nq, d], kv) = (self.q.shape(), self.k.shape());
+        let [bk, hk, nk, dk] = kv;
+        for (name, shape) in [("q", self.q.shape()), ("k", kv), ("v", self.v.shape())] {
+            if shape.contains(&0) {
+                return tensor(name, "no empty axis".into(), format!("shape {shape:?}"));
+            }
+        }
+        if d > MAX_HEAD_DIM {
+            return tensor("q", format!("head_dim of at most {MAX_HEAD_DIM}"), format!("head_dim {d}"));
+        }
+        if bk != b || dk != d {
+            return tensor("k", format!("batch {b} and head_dim {d} as in q"), format!("shape {kv:?}"));
+        }
+        if hq % hk != 0 {
+            return tensor("k", format!("a number of heads that divides q's {hq}"), format!("{hk} heads"));
+        }
+        if self.v.shape() != kv {
+            return tensor("v", format!("the shape of k {kv:?}"), format!("shape {:?}", self.v.shape()));
+        }
+        if u32::try_from(nk).is_err() {
+            return tensor("k", "fewer than 2^32 tokens".into(), format!("{nk} tokens"));
+        }
+        if let Some(lens) = self.kv_lens {
+            if lens.len() != b {
+                return tensor("kv_lens", format!("one length for each of {b} batches"), format!("{} lengths", lens.len()));
+            }
+            if let Some(&len) = lens.iter().find(|&&len| len > nk) {
+                return tensor("kv_lens", format!("lengths of at most {nk}"), format!("length {len}"));
+            }
+        }
+        if let Some(scale) = self.scale.filter(|s| !s.is_finite()) {
+            return Err(Error::Option { option: "scale", expected: "a finite number".into(), given: scale.to_string() });
+        }
+        if let Some(grid) = self.grid {
+            if grid.iter().try_fold(1usize, |n, &x| n.checked_mul(x)) != Some(nk) {
+                return Err(Error::Option {
+                    option: "grid",
+                    expected: format!("a grid [t, h, w] whose product is the {nk} key tokens"),
+                    given: format!("{grid:?}"),
+                });
+            }
+        }
+        let shape = Shape { batch: b, q_heads: hq, kv_heads: hk, q_tokens: nq, kv_tokens: nk, head_dim: d };
+        if self.nonfinite == NonFinite::Reject {
+            self.check_finite(&shape)?;
+        }
+        Ok(shape)
+    }
+
+    fn check_finite(&self, shape: &Shape) -> Result<()> {
+        let mut row = vec![0.0; shape.head_dim];
+        for (tensor, view) in [("q", &self.q), ("k", &self.k), ("v", &self.v)] {
+            let [b, h, n, _] = view.shape();
+            for batch in 0..b {
+                let tokens = if tensor == "q" { n } else { self.kv_len(batch) };
+                for head in 0..h {
+                    for token in 0..tokens {
+                        view.read_row(batch, head, token, &mut row);
+                        if let Some(channel) = row.iter().position(|x| !x.is_finite()) {
+                            let position = [batch, head, token, channel];
+                            return Err(Error::NonFinite { tensor, position, value: row[channel] });
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}

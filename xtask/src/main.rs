@@ -1,0 +1,2 @@
+//! Project tasks in place of shell scripts.
+fn main() {}
