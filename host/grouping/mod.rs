@@ -1,4 +1,34 @@
 //! Which value tokens share a block of 128: token orders for V-Smooth (paper Sec. 3.2).
+//!
+//! [`group`] takes the value tokens of one head and returns the permutation pi under which keys and values are
+//! read (queries keep their order). Without a mask attention does not depend on the order of its keys, so every
+//! order is exact; what changes is how much of a block its mean removes ([`stats`]).
+//!
+//! Everything here gives the same bits on every run and with any number of threads.
+
+mod capacity;
+mod cube;
+mod kmeans;
+mod nearest;
+mod sort;
+pub mod stats;
+
+use crate::error::{Error, Result};
+
+pub use cube::CUBE;
+pub use sort::stable_argsort;
+
+/// Tokens of a block: the key tile of the attention kernels and the reach of a block mean (the paper's B_v).
+pub const BLOCK: usize = 128;
+
+/// Largest number of clusters of a k-means.
+pub const MAX_CLUSTERS: usize = 1024;
+
+/// Iterations of a k-means from a cold start.
+pub const COLD_ITERATIONS: usize = 4;
+
+/// Iterations of a k-means from given centroids.
+pub const WARM_ITERATIONS: usize = 2;
 
 /// How the key and value tokens of a head are ordered before they are cut into blocks of 128.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -21,9 +51,10 @@ pub enum TokenOrder {
 pub struct GroupingConfig {
     /// The order.
     pub order: TokenOrder,
-    /// Number of clusters; chosen from the number of tokens when absent.
+    /// Number of clusters, 1 to [`MAX_CLUSTERS`], at most one a token; [`default_clusters`] when absent. The
+    /// order `balanced` has one cluster a block and takes no number.
     pub clusters: Option<usize>,
-    /// Iterations of the k-means; 4 from a cold start and 2 from a warm one when absent.
+    /// Iterations of the k-means; [`COLD_ITERATIONS`] or [`WARM_ITERATIONS`] when absent.
     pub iterations: Option<usize>,
     /// Seed of the cold start.
     pub seed: u64,
@@ -39,4 +70,149 @@ impl GroupingConfig {
     pub const fn kmeans() -> Self {
         Self { order: TokenOrder::KMeans, ..Self::sequence() }
     }
+}
+
+/// A token order and what it was derived from.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Grouping {
+    /// pi: position -> token, a permutation of the tokens.
+    pub order: Vec<u32>,
+    /// Cluster of every token; `order` is [`stable_argsort`] of it. Empty for the orders without clusters.
+    pub labels: Vec<u16>,
+    /// Centroids, row-major [clusters, head_dim]: the warm start of the next refresh.
+    pub centroids: Vec<f32>,
+    /// Number of clusters, empty ones included.
+    pub clusters: usize,
+    /// Assignments of all tokens to centroids that were run (k-means stops when no label changes).
+    pub iterations: usize,
+}
+
+/// Number of clusters for a head of `tokens` valid tokens when none is given.
+pub fn default_clusters(tokens: usize) -> usize {
+    (tokens / 256).clamp(1, 64)
+}
+
+/// Orders the value tokens of one head.
+///
+/// `v` is row-major [tokens, head_dim] and holds the valid tokens only (none gives an empty order); `grid` is
+/// the latent grid [t, h, w] whose raster order the tokens are in, needed by `cube`; `warm` are the centroids
+/// of the previous refresh, row-major [clusters, head_dim], instead of a cold start. With `warm` and no number
+/// of clusters in `config`, there are as many clusters as before.
+///
+/// Values that are not finite do not fail; where they end up is not specified.
+///
+/// # Errors
+/// When `v` or `warm` are not whole rows or `warm` has not the asked-for number of clusters; when clusters or
+/// iterations are outside their range; when `cube` has no grid or one with fewer places than tokens.
+pub fn group(
+    v: &[f32],
+    head_dim: usize,
+    config: &GroupingConfig,
+    grid: Option<[usize; 3]>,
+    warm: Option<&[f32]>,
+) -> Result<Grouping> {
+    let tokens = rows("v", v, head_dim)?;
+    if u32::try_from(tokens).is_err() {
+        return Err(Error::Tensor {
+            tensor: "v",
+            expected: "fewer than 2^32 tokens".into(),
+            given: format!("{tokens} tokens"),
+        });
+    }
+    let order = |order| Ok(Grouping { order, ..Grouping::default() });
+    match config.order {
+        TokenOrder::Sequence => order((0..tokens as u32).collect()),
+        TokenOrder::Cube => order(cube::order(checked_grid(grid, tokens)?, tokens)),
+        _ if tokens == 0 => order(Vec::new()),
+        TokenOrder::KMeans | TokenOrder::Rounded | TokenOrder::Balanced => {
+            clustered(v, head_dim, config, warm)
+        }
+    }
+}
+
+fn clustered(v: &[f32], dim: usize, config: &GroupingConfig, warm: Option<&[f32]>) -> Result<Grouping> {
+    let clusters = clusters(v.len() / dim, dim, config, warm)?;
+    let iterations = config.iterations.unwrap_or(match warm {
+        Some(_) => WARM_ITERATIONS,
+        None => COLD_ITERATIONS,
+    });
+    if iterations == 0 {
+        return option("iterations", "at least 1".into(), "0");
+    }
+    let mut centroids = match warm {
+        Some(warm) => warm.to_vec(),
+        None => kmeans::seed(v, dim, clusters, config.seed),
+    };
+    let (mut labels, mut iterations) = kmeans::lloyd(v, dim, &mut centroids, iterations);
+    match config.order {
+        TokenOrder::Rounded => {
+            labels = capacity::rounded(v, dim, &mut centroids);
+            iterations += 1;
+        }
+        TokenOrder::Balanced => {
+            let (balanced, rounds) = capacity::balanced(v, dim, &mut centroids);
+            labels = balanced;
+            iterations += rounds;
+        }
+        _ => {}
+    }
+    Ok(Grouping { order: stable_argsort(&labels), labels, centroids, clusters, iterations })
+}
+
+/// The number of clusters of a head with at least one token.
+fn clusters(tokens: usize, dim: usize, config: &GroupingConfig, warm: Option<&[f32]>) -> Result<usize> {
+    let wanted = match (config.order, config.clusters) {
+        (TokenOrder::Balanced, Some(given)) => {
+            return option("clusters", "none with the order `balanced` (one a block)".into(), given);
+        }
+        (TokenOrder::Balanced, None) => Some(tokens.div_ceil(BLOCK)),
+        (_, Some(given)) if !(1..=MAX_CLUSTERS).contains(&given) => {
+            return option("clusters", format!("1 to {MAX_CLUSTERS}"), given);
+        }
+        (_, given) => given,
+    };
+    let cold = wanted.unwrap_or_else(|| default_clusters(tokens)).min(tokens);
+    if cold > 1 << 16 {
+        return option("clusters", "at most 65536 blocks with the order `balanced`".into(), cold);
+    }
+    let Some(warm) = warm else { return Ok(cold) };
+    let given = rows("centroids", warm, dim)?;
+    let fits = match wanted {
+        Some(wanted) => given == wanted || given == cold,
+        None => (1..=MAX_CLUSTERS).contains(&given),
+    };
+    if fits {
+        return Ok(given);
+    }
+    Err(Error::Tensor {
+        tensor: "centroids",
+        expected: wanted.map_or(format!("1 to {MAX_CLUSTERS} rows"), |wanted| format!("{wanted} rows")),
+        given: format!("{given} rows"),
+    })
+}
+
+fn rows(tensor: &'static str, x: &[f32], dim: usize) -> Result<usize> {
+    if dim == 0 || !x.len().is_multiple_of(dim) {
+        let given = format!("{} elements", x.len());
+        return Err(Error::Tensor {
+            tensor,
+            expected: format!("whole rows of head_dim {dim}, at least 1"),
+            given,
+        });
+    }
+    Ok(x.len() / dim)
+}
+
+fn checked_grid(grid: Option<[usize; 3]>, tokens: usize) -> Result<[usize; 3]> {
+    let expected = || format!("a grid [t, h, w] of at least {tokens} places for the token order `cube`");
+    let Some(grid) = grid else { return option("grid", expected(), "none") };
+    let places = grid.iter().try_fold(1usize, |n, &x| n.checked_mul(x));
+    if places.is_none_or(|places| places < tokens || places > u32::MAX as usize) {
+        return option("grid", expected(), format!("{grid:?}"));
+    }
+    Ok(grid)
+}
+
+fn option<T>(option: &'static str, expected: String, given: impl ToString) -> Result<T> {
+    Err(Error::Option { option, expected, given: given.to_string() })
 }
