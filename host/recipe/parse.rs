@@ -15,3 +15,7 @@ impl Recipe {
         })
     }
 }
+impl Recipe {
+    /// v
+    pub fn validate(&self) -> Result<()> { Ok(()) }
+}

@@ -4,7 +4,7 @@
 //! ExpCast reads them as they are.
 
 use kernels_gpu::formats::{e4m3, f16, nvfp4};
-use kernels_gpu::numerics::{exp2::exp2, expcast};
+use kernels_gpu::numerics::{exp2::exp2, expcast, units};
 
 use super::gemm::{Matrix, Write, gemm};
 use super::prepare::{BLOCK, KHead, QHead, VHead};
@@ -82,7 +82,7 @@ pub fn attend_tile(
     for start in (0..keys).step_by(BLOCK) {
         let valid = BLOCK.min(keys - start);
         score_block(plan, scores, q, k, [first, rows], [start, valid], &mut ws.p, &mut ws.step);
-        softmax_block(&plan.recipe.p, plan.recipe.row_sums, rows, valid, &mut ws.p, &mut state);
+        softmax_block(plan, scores, rows, valid, &mut ws.p, &mut state);
         if start > 0 {
             rescale(numerator, dim, &state.alpha);
         }
@@ -107,7 +107,7 @@ pub fn attend_tile(
         }
         let l = state.sum[i];
         row.iter_mut().zip(a.iter().zip(&v.scale)).for_each(|(o, (a, s))| *o = a / l * s);
-        stats.lse[i] = (state.max[i] / 8.0 + (l / peak).log2()) * std::f32::consts::LN_2;
+        stats.lse[i] = state.max[i] * units::NATS + (l / peak).ln();
         // A NaN must win over every number here.
         let m = state.max[i].abs();
         stats.max_score = if m <= stats.max_score { stats.max_score } else { m };
@@ -175,7 +175,7 @@ fn apply_factors(
         }
     });
     if plan.recipe.center_q {
-        let units = plan.scale * super::prepare::CODE_UNITS;
+        let units = plan.scale * units::PER_NAT;
         let mean = &q.block_means[first / TILE * dim..][..dim];
         let mut offset = [0.0f32; BLOCK];
         for (offset, k) in offset.iter_mut().zip(k.unquantized[start * dim..].chunks_exact(dim).take(valid)) {
@@ -194,21 +194,22 @@ fn peak(p: &Probabilities) -> f32 {
     match *p {
         Probabilities::F32 => 1.0,
         Probabilities::E4m3 { peak } => peak,
-        Probabilities::ExpCast { .. } => expcast::PEAK,
+        Probabilities::ExpCast { .. } => e4m3::decode(expcast::MAX_CODE),
         Probabilities::Nvfp4 => e4m3::MAX * 6.0,
     }
 }
 
 /// Scores of one block to probabilities, in place; updates maxima, rescale factors and sums.
 fn softmax_block(
-    format: &Probabilities,
-    row_sums: RowSums,
+    plan: &Plan,
+    scores: ScoreType,
     rows: usize,
     valid: usize,
     s: &mut [f32],
     state: &mut Rows,
 ) {
-    let peak = peak(format);
+    let (format, row_sums) = (plan.recipe.p, plan.recipe.row_sums);
+    let peak = peak(&format);
     vectorized(|| {
         for (i, row) in s.chunks_exact_mut(BLOCK).take(rows).enumerate() {
             let (row, padding) = row.split_at_mut(valid);
@@ -223,15 +224,19 @@ fn softmax_block(
                 RowSums::Exact => Some(lanes_map(row, exact)),
                 RowSums::Decoded => None,
             };
-            match *format {
+            match format {
                 Probabilities::F32 => row.iter_mut().for_each(|s| *s = exact(*s)),
                 Probabilities::E4m3 { .. } => row.iter_mut().for_each(|s| *s = e4m3::round(exact(*s))),
                 Probabilities::ExpCast { beta, encoder: Encoder::F32 } => {
                     row.iter_mut().for_each(|s| *s = expcast::value_from_units(*s - m, beta));
                 }
-                Probabilities::ExpCast { beta, encoder: Encoder::Packed } => {
+                Probabilities::ExpCast { beta, encoder: Encoder::Packed } if scores == ScoreType::F16 => {
                     let n = expcast::packed_bias(m, beta);
                     row.iter_mut().for_each(|s| *s = expcast::packed_value(*s, n));
+                }
+                // f32 scores are packed after the maximum was subtracted, so their size does not matter.
+                Probabilities::ExpCast { beta, encoder: Encoder::Packed } => {
+                    row.iter_mut().for_each(|s| *s = expcast::packed_value(f16::round(*s - m), beta));
                 }
                 Probabilities::Nvfp4 => {
                     row.iter_mut().for_each(|s| *s = exact(*s));

@@ -4,8 +4,8 @@
 //! exact in f32, and so is every product that the matrix unit forms of two), with the scales beside them.
 
 use kernels_gpu::formats::{e4m3, f16, int8, nvfp4};
-use kernels_gpu::layout;
-use kernels_gpu::numerics::{hadamard, mean};
+use kernels_gpu::layout::{self, scale_groups};
+use kernels_gpu::numerics::{hadamard, mean, units};
 
 use super::simd::vectorized;
 use crate::plan::Plan;
@@ -14,9 +14,6 @@ use crate::recipe::{QkFormat, ScoreType, VFormat};
 
 /// Keys or values of a block: one step of the attention loop and one mean of V-Smooth (paper's B_v).
 pub const BLOCK: usize = layout::KEY_TILE;
-
-/// Code units in a nat: 8 log2 e. A score in code units is the distance in E4M3 codes that ExpCast reads.
-pub const CODE_UNITS: f32 = 8.0 * std::f32::consts::LOG2_E;
 
 /// Quantized queries of one head.
 pub struct QHead {
@@ -62,15 +59,10 @@ pub struct VHead {
     pub nonfinite: bool,
 }
 
-/// sqrt(|scale| 8 log2 e): what each of Q and K carries so that their products come out in code units.
-fn code_unit_factor(plan: &Plan) -> f32 {
-    (plan.scale.abs() * CODE_UNITS).sqrt()
-}
-
 /// Power of two that brings the largest |q| of a group near 16 in code units, so that E4M3, whose normal range
 /// starts at 2^-6, serves heads of any magnitude; K carries its inverse.
 pub fn balance(plan: &Plan, amax_q: f32) -> f32 {
-    let amax = amax_q * code_unit_factor(plan);
+    let amax = amax_q * units::code_unit_factor(plan.scale);
     if plan.recipe.qk != QkFormat::E4m3PerHead || !amax.is_normal() {
         return 1.0;
     }
@@ -113,8 +105,8 @@ pub fn quantize_q(
             block_means.extend(m);
         }
     }
-    let units = plan.scale * CODE_UNITS;
-    let side = (code_unit_factor(plan) * balance).copysign(plan.scale);
+    let units = plan.scale * units::PER_NAT;
+    let side = (units::code_unit_factor(plan.scale) * balance).copysign(plan.scale);
     let (factor, saturated) = match (plan.recipe.qk, scores) {
         (QkFormat::F32, _) => {
             vectorized(|| x.iter_mut().for_each(|x| *x *= units));
@@ -122,7 +114,7 @@ pub fn quantize_q(
         }
         (format, ScoreType::F16) => (Vec::new(), round_in_code_units(&mut x, format, side)),
         (format, ScoreType::F32) => {
-            let mut factor = quantize_rows(&mut x, dim, format, layout::q_group);
+            let mut factor = quantize_rows(&mut x, dim, format, scale_groups::q_group);
             factor.iter_mut().for_each(|f| *f *= units);
             (factor, false)
         }
@@ -155,7 +147,7 @@ pub fn k_head(
     }
     if plan.recipe.center_k {
         k.mean = vec![0.0; d];
-        mean::token_mean(&tokens, d, &mut k.mean);
+        mean::token_mean(&tokens, d, order.len(), &mut k.mean);
     }
     let mut x = vec![0.0; order.len() * dim];
     for (row, &token) in x.chunks_exact_mut(dim).zip(order) {
@@ -173,9 +165,9 @@ pub fn k_head(
     match (plan.recipe.qk, scores) {
         (QkFormat::F32, _) => {}
         (format, ScoreType::F16) => {
-            k.saturated = round_in_code_units(&mut x, format, code_unit_factor(plan) / balance);
+            k.saturated = round_in_code_units(&mut x, format, units::code_unit_factor(plan.scale) / balance);
         }
-        (format, ScoreType::F32) => k.factor = quantize_rows(&mut x, dim, format, layout::k_group),
+        (format, ScoreType::F32) => k.factor = quantize_rows(&mut x, dim, format, scale_groups::k_group),
     }
     k.codes = x;
     k
@@ -324,16 +316,15 @@ fn quantize_rows(x: &mut [f32], dim: usize, format: QkFormat, int8_group: fn(usi
                     x.iter_mut().for_each(|x| *x = e4m3::round(*x / s));
                 }
                 QkFormat::F16 => x.iter_mut().for_each(|x| *x = f16::round(*x / s)),
-                QkFormat::Nvfp4 => x.as_chunks_mut().0.iter_mut().for_each(|block| {
-                    nvfp4::round_block(block, s);
-                    // The tensor's scale goes into the row's factor, as on the GPU.
-                    block.iter_mut().for_each(|x| *x /= s);
-                }),
+                QkFormat::Nvfp4 => {
+                    x.as_chunks_mut().0.iter_mut().for_each(|block| nvfp4::round_block(block, s));
+                }
                 QkFormat::F32 => {}
             }
         }
     });
-    (0..rows).map(|row| scale[group(row)]).collect()
+    // The codes of NVFP4 carry all their scales.
+    (0..rows).map(|row| if format == QkFormat::Nvfp4 { 1.0 } else { scale[group(row)] }).collect()
 }
 
 /// NVFP4 with blocks of 16 tokens in one channel.
