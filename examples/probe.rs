@@ -23,6 +23,7 @@ fn main() {
         let m = fidelity::compare(&run.output.o.view(), &r.o);
         let lse = run.output.lse.unwrap();
         let dl = lse.iter().zip(&r.lse).map(|(a,b)| *a as f64-b).sum::<f64>()/lse.len() as f64;
+        if std::env::args().nth(2).is_some() { println!("{} {:?}", recipe.name, fidelity::error_sources(&p,&recipe,&r).unwrap()); }
         println!("{:14} rel_l2 {:.5} cos {:.6} psnr {:.2} share {:?} lse {:+.5} obs {:?} | group {:?} prep {:?} attend {:?}", recipe.name, m.rel_l2, m.cosine, m.psnr_db, run.report.mean_share, dl, run.output.observed, run.report.group, run.report.prepare, run.report.attend);
     }
 }

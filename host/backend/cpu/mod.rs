@@ -187,6 +187,71 @@ impl Backend for Cpu {
     }
 }
 
+/// What the low-bit operands of one query head stand for, in f64.
+#[derive(Clone, Debug)]
+pub struct Dequantized {
+    /// Queries, [q_tokens, qk_dim]; q k^T comes out in nats, the scale included.
+    pub q: Vec<f64>,
+    /// Keys in grouped order, [kv_len, qk_dim].
+    pub k: Vec<f64>,
+    /// Values in grouped order, block means restored, [kv_len, head_dim].
+    pub v: Vec<f64>,
+    /// Channels of q and k: twice the plan's where Q's block means are kept apart.
+    pub qk_dim: usize,
+}
+
+impl Cpu {
+    /// The values that the kernel's operands stand for, for one query head: what separates the error of the
+    /// kernel from the error of the method.
+    pub fn dequantized(
+        &self,
+        plan: &Plan,
+        [batch, q_head]: [usize; 2],
+        q: &Queries,
+        k: &Keys,
+        v: &Values,
+    ) -> Dequantized {
+        let index = batch * plan.shape.kv_heads + plan.shape.kv_head(q_head);
+        let q = &q.heads[batch * plan.shape.q_heads + q_head];
+        let (k, v) = (&k.heads[index], &v.heads[index]);
+        let (dim, v_dim, d) = (plan.qk_dim, plan.v_dim, plan.shape.head_dim);
+        let keys = k.codes.len() / dim;
+        let scaled = |codes: &[f32], factor: &[f32], extra: &dyn Fn(usize) -> Vec<f64>| {
+            let rows = codes.chunks_exact(dim).enumerate();
+            rows.flat_map(|(i, row)| {
+                let f = factor.get(i).map_or(1.0, |&f| f64::from(f));
+                let row: Vec<f64> = row.iter().map(|&x| f64::from(x) * f).collect();
+                [row, extra(i)].concat()
+            })
+            .collect::<Vec<f64>>()
+        };
+        let nats = f64::from(kernels_gpu::numerics::units::NATS);
+        let scale = f64::from(plan.scale);
+        let widen = |x: &[f32], f: f64| x.iter().map(|&x| f64::from(x) * f).collect::<Vec<f64>>();
+        let mut q64 = scaled(&q.codes, &q.factor, &|i| {
+            // These means are in the units of q: nats and code units differ by the factor taken out below.
+            q.block_means.chunks_exact(dim).nth(i / TILE).map_or(Vec::new(), |m| widen(m, scale / nats))
+        });
+        q64.iter_mut().for_each(|x| *x *= nats);
+        let k64 = scaled(&k.codes, &k.factor, &|i| {
+            k.unquantized.chunks_exact(dim).nth(i).map_or(Vec::new(), |k| widen(k, 1.0))
+        });
+        let mut values = v.codes[..keys * v_dim].to_vec();
+        for (i, row) in values.chunks_exact_mut(v_dim).enumerate() {
+            let mean = v.means.chunks_exact(v_dim).nth(i / BLOCK);
+            for (c, x) in row.iter_mut().enumerate() {
+                *x = (*x + mean.map_or(0.0, |m| m[c])) * v.scale[c];
+            }
+        }
+        if plan.recipe.rotate_v {
+            prepare::rotate_rows(&mut values, v_dim);
+        }
+        let v64 = values.chunks_exact(v_dim).flat_map(|row| widen(&row[..d], 1.0)).collect();
+        let qk_dim = if plan.recipe.center_q { 2 * dim } else { dim };
+        Dequantized { q: q64, k: k64, v: v64, qk_dim }
+    }
+}
+
 /// Operands of one (batch, kv head): the query heads that read it, its keys, its values.
 #[derive(Clone, Copy)]
 struct Operands<'a> {
