@@ -2,6 +2,7 @@
 
 pub mod error;
 pub mod grouping;
+pub mod io;
 pub mod problem;
 pub mod recipe;
 pub mod tensor;

@@ -141,14 +141,14 @@ impl<'a> Problem<'a> {
                 given: scale.to_string(),
             });
         }
-        if let Some(grid) = self.grid {
-            if grid.iter().try_fold(1usize, |n, &x| n.checked_mul(x)) != Some(nk) {
-                return Err(Error::Option {
-                    option: "grid",
-                    expected: format!("a grid [t, h, w] whose product is the {nk} key tokens"),
-                    given: format!("{grid:?}"),
-                });
-            }
+        if let Some(grid) = self.grid
+            && grid.iter().try_fold(1usize, |n, &x| n.checked_mul(x)) != Some(nk)
+        {
+            return Err(Error::Option {
+                option: "grid",
+                expected: format!("a grid [t, h, w] whose product is the {nk} key tokens"),
+                given: format!("{grid:?}"),
+            });
         }
         let shape = Shape { batch: b, q_heads: hq, kv_heads: hk, q_tokens: nq, kv_tokens: nk, head_dim: d };
         if self.nonfinite == NonFinite::Reject {
