@@ -133,14 +133,7 @@ impl Backend for Cpu {
         Ok(Values { heads })
     }
 
-    fn attend(
-        &self,
-        plan: &Plan,
-        problem: &Problem,
-        q: &Queries,
-        k: &Keys,
-        v: &Values,
-    ) -> Result<Output> {
+    fn attend(&self, plan: &Plan, problem: &Problem, q: &Queries, k: &Keys, v: &Values) -> Result<Output> {
         let shape = plan.shape;
         let (group, d) = (shape.q_heads / shape.kv_heads, shape.head_dim);
         let rows = shape.batch * shape.q_heads * shape.q_tokens;
@@ -156,7 +149,8 @@ impl Backend for Cpu {
                 let scores = plan.recipe.scores;
                 let saturated = keys.saturated || heads.iter().any(|q| q.saturated);
                 if !saturated {
-                    let max_score = attend_group(plan, problem, index, scores, Operands { q: heads, k: keys, v }, o, lse);
+                    let max_score =
+                        attend_group(plan, problem, index, scores, Operands { q: heads, k: keys, v }, o, lse);
                     // A NaN, from scores that overflowed, counts as out of range.
                     if scores == ScoreType::F32 || max_score < F16_SCORE_LIMIT {
                         return Observed { max_score, f32_fallbacks: 0 };
@@ -165,8 +159,15 @@ impl Backend for Cpu {
                 let (heads, balance) = Self::queries_of_group(plan, problem, index, ScoreType::F32);
                 let at = batch_head(index, shape.kv_heads);
                 let keys = prepare::k_head(plan, problem, at, &k.order[index], ScoreType::F32, balance);
-                let max_score =
-                    attend_group(plan, problem, index, ScoreType::F32, Operands { q: &heads, k: &keys, v }, o, lse);
+                let max_score = attend_group(
+                    plan,
+                    problem,
+                    index,
+                    ScoreType::F32,
+                    Operands { q: &heads, k: &keys, v },
+                    o,
+                    lse,
+                );
                 Observed { max_score, f32_fallbacks: 1 }
             })
             .reduce(Observed::default, |a, b| Observed {
@@ -312,7 +313,13 @@ fn attend_group(
 }
 
 /// Gives the LSE back what centring K took: scale * q . mean(k).
-fn add_mean_term(problem: &Problem, [batch, head, first]: [usize; 3], scale: f32, mean: &[f32], lse: &mut [f32]) {
+fn add_mean_term(
+    problem: &Problem,
+    [batch, head, first]: [usize; 3],
+    scale: f32,
+    mean: &[f32],
+    lse: &mut [f32],
+) {
     let mut q = vec![0.0; mean.len()];
     for (row, lse) in lse.iter_mut().enumerate() {
         problem.q.read_row(batch, head, first + row, &mut q);
