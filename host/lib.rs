@@ -4,6 +4,7 @@ pub mod error;
 pub mod grouping;
 pub mod problem;
 pub mod recipe;
+pub mod synth;
 pub mod tensor;
 
 pub use error::{Error, Result};
