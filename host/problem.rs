@@ -114,14 +114,22 @@ impl<'a> Problem<'a> {
         }
         if let Some(lens) = self.kv_lens {
             if lens.len() != b {
-                return tensor("kv_lens", format!("one length for each of {b} batches"), format!("{} lengths", lens.len()));
+                return tensor(
+                    "kv_lens",
+                    format!("one length for each of {b} batches"),
+                    format!("{} lengths", lens.len()),
+                );
             }
             if let Some(&len) = lens.iter().find(|&&len| len > nk) {
                 return tensor("kv_lens", format!("lengths of at most {nk}"), format!("length {len}"));
             }
         }
         if let Some(scale) = self.scale.filter(|s| !s.is_finite()) {
-            return Err(Error::Option { option: "scale", expected: "a finite number".into(), given: scale.to_string() });
+            return Err(Error::Option {
+                option: "scale",
+                expected: "a finite number".into(),
+                given: scale.to_string(),
+            });
         }
         if let Some(grid) = self.grid {
             if grid.iter().try_fold(1usize, |n, &x| n.checked_mul(x)) != Some(nk) {

@@ -111,7 +111,10 @@ impl<'a> TensorView<'a> {
         if count != Some(elements.len()) {
             return Err(Error::Tensor {
                 tensor: name,
-                expected: format!("{} elements for shape {shape:?}", count.map_or("more than memory holds".into(), |n| n.to_string())),
+                expected: format!(
+                    "{} elements for shape {shape:?}",
+                    count.map_or("more than memory holds".into(), |n| n.to_string())
+                ),
                 given: format!("{} elements", elements.len()),
             });
         }
@@ -129,9 +132,10 @@ impl<'a> TensorView<'a> {
         strides: [usize; 4],
     ) -> Result<Self> {
         let elements = elements.into();
-        let last = shape.iter().zip(strides).try_fold(0usize, |at, (&n, stride)| {
-            at.checked_add(n.saturating_sub(1).checked_mul(stride)?)
-        });
+        let last = shape
+            .iter()
+            .zip(strides)
+            .try_fold(0usize, |at, (&n, stride)| at.checked_add(n.saturating_sub(1).checked_mul(stride)?));
         if !shape.contains(&0) && last.is_none_or(|last| last >= elements.len()) {
             return Err(Error::Tensor {
                 tensor: name,

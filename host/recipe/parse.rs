@@ -9,9 +9,9 @@ impl Recipe {
     /// # Errors
     /// When the name does not exist.
     pub fn parse(text: &str) -> Result<Recipe> {
-        Recipe::all().into_iter().find(|r| r.name == text).ok_or_else(|| Error::Recipe {
-            recipe: text.into(),
-            reason: "unknown".into(),
-        })
+        Recipe::all()
+            .into_iter()
+            .find(|r| r.name == text)
+            .ok_or_else(|| Error::Recipe { recipe: text.into(), reason: "unknown".into() })
     }
 }
