@@ -3,3 +3,4 @@
 #![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, asm_experimental_arch))]
 
 pub mod kernels;
+pub mod ptx;
