@@ -86,6 +86,12 @@ mod device {
         }
     }
 
+    /// The value, of which the compiler no longer knows where it came from.
+    #[inline(always)]
+    pub fn pinned<T: Register>(value: T) -> T {
+        value.pinned()
+    }
+
     /// `wgmma.fence`: products issued after it see this warpgroup's earlier writes to registers.
     ///
     /// # Safety
