@@ -12,6 +12,11 @@
 #![no_std]
 #![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, asm_experimental_arch))]
 
+#[cfg(feature = "emulation")]
+extern crate std;
+
+#[cfg(feature = "emulation")]
+pub mod emulation;
 pub mod formats;
 pub mod kernels;
 pub mod layout;

@@ -44,6 +44,7 @@
 //! The grid is ceil(`q_tokens` / 128) x `q_heads` x batch: query blocks of a head first, so that the blocks that
 //! run together share K and V in L2.
 
+#[cfg(target_arch = "nvptx64")]
 use core::arch::{asm, global_asm};
 use core::num::NonZeroU32;
 
@@ -67,15 +68,23 @@ pub const OUT_F16: u32 = 1;
 /// `out_type`: bf16.
 pub const OUT_BF16: u32 = 2;
 
+#[cfg(target_arch = "nvptx64")]
 global_asm!(".extern .shared .align 1024 .b8 vc_shared[];");
 
 /// Start of the dynamic shared memory, a multiple of 1024.
+#[cfg(target_arch = "nvptx64")]
 #[inline(always)]
 fn shared_base() -> SharedAddr {
     let base: u32;
     // SAFETY: reads the address of a symbol declared above.
     unsafe { asm!("mov.u32 {}, vc_shared;", out(reg32) base, options(pure, nomem, nostack)) }
     SharedAddr(base)
+}
+
+/// The same in the emulation.
+#[cfg(not(target_arch = "nvptx64"))]
+fn shared_base() -> SharedAddr {
+    SharedAddr(crate::emulation::instructions::dynamic_shared())
 }
 
 /// The product of queries and keys: 64 x 128 scores in packed f16.
@@ -892,13 +901,12 @@ unsafe fn attention<S: Scores, W: Weights, const STAGES: u32, const SMOOTH: bool
 }
 
 macro_rules! entry {
-    ($name:ident, $scores:ty, $weights:ty, $stages:expr, $smooth:literal) => {
+    ($name:ident, $scores:ty, $weights:ty, $stages:expr, $smooth:literal) => { kernel! {
         #[doc = concat!("[`attention`] with [`", stringify!($scores), "`] scores and [`", stringify!($weights), "`] probabilities.")]
         ///
         /// # Safety
         /// Parameters as the module says, launched with the bounds of its [`Entry`](super::Entry).
-        #[unsafe(no_mangle)]
-        pub unsafe extern "ptx-kernel" fn $name(
+        pub unsafe fn $name(
             q: *const u8,
             k: *const u8,
             v: *const u8,
@@ -928,7 +936,7 @@ macro_rules! entry {
             // SAFETY: the entry's contract.
             unsafe { attention::<$scores, $weights, { $stages as u32 }, $smooth>(call) }
         }
-    };
+    }};
 }
 
 entry!(attention_sm90_f16_expcast_smooth, F16, ExpCast, STAGES_F16, true);

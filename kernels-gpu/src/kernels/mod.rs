@@ -1,6 +1,22 @@
 //! The GPU kernels and the facts that a host needs to launch them.
 
-#[cfg(target_arch = "nvptx64")]
+/// Defines the entries of a module: a kernel on the device, a function of the same parameters for the emulation.
+#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
+macro_rules! kernel {
+    ($(#[$attribute:meta])* pub unsafe fn $name:ident($($parameter:ident: $type:ty),* $(,)?) $body:block) => {
+        $(#[$attribute])*
+        #[cfg(target_arch = "nvptx64")]
+        #[unsafe(no_mangle)]
+        pub unsafe extern "ptx-kernel" fn $name($($parameter: $type),*) $body
+
+        $(#[$attribute])*
+        #[cfg(not(target_arch = "nvptx64"))]
+        #[allow(clippy::too_many_arguments, reason = "what a launch passes")]
+        pub unsafe fn $name($($parameter: $type),*) $body
+    };
+}
+
+#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
 pub mod attention_sm90;
 pub mod tiles;
 

@@ -1,7 +1,9 @@
 //! Thin wrappers over the PTX that Rust has no intrinsic for, one file a family.
 //!
 //! Every wrapper is one instruction (or one idiom of a few) behind a Rust signature. Pure values
-//! ([`SharedAddr`], [`wgmma::Descriptor`]) exist everywhere; instructions exist where they have a body.
+//! ([`SharedAddr`], [`wgmma::Descriptor`]) exist everywhere; instructions exist where they have a body: inline PTX on
+//! the device, and under the feature `emulation` one for the host that acts on the thread that
+//! `emulation` runs.
 //! Section numbers are of the PTX ISA, version 8.8.
 
 pub mod bulk_copy;
