@@ -84,7 +84,7 @@ fn read_head_takes_the_first_tokens() {
     let tensor = Tensor::from_bhsd(numbered([1, 2, 5, 3]), [1, 2, 5, 3], DType::F32, Layout::Bshd);
     let all = tensor.view().read_head(0, 1, 5);
     assert_eq!(tensor.view().read_head(0, 1, 2), all[..6]);
-    assert_eq!(tensor.view().read_head(0, 1, 0), []);
+    assert!(tensor.view().read_head(0, 1, 0).is_empty());
 }
 
 #[test]
@@ -110,13 +110,13 @@ fn empty_tensors_read_nothing() {
         for layout in [Layout::Bhsd, Layout::Bshd] {
             let view = TensorView::new("q", &none[..], shape, layout).unwrap();
             assert!(view.elements().is_empty());
-            assert_eq!(all_rows(view), []);
+            assert!(all_rows(view).is_empty());
             assert_eq!(view.find_nonfinite(None), None);
         }
     }
     // An axis of none makes strides and the other axes irrelevant, however large.
     let view = TensorView::strided("q", &none[..], [9, 2, 3, 0], [usize::MAX; 4]).unwrap();
-    assert_eq!(view.read_head(8, 1, 3), []);
+    assert!(view.read_head(8, 1, 3).is_empty());
     assert!(TensorView::new("q", &none[..], [usize::MAX, usize::MAX, 0, 2], Layout::Bshd).is_ok());
 }
 
@@ -219,9 +219,8 @@ proptest! {
         let inside = reach(shape, strides).is_none_or(|last| last < len as f64);
         prop_assert_eq!(view.is_ok(), inside);
         match view {
-            Ok(view) if shape.iter().try_fold(1usize, |n, &x| n.checked_mul(x)).is_some_and(|n| n < 4096)
-                && shape[..3].iter().try_fold(1usize, |n, &x| n.checked_mul(x)).is_some_and(|n| n < 4096) =>
-            {
+            // Broadcast and empty views may have axes of any size; walking them takes as long as they are large.
+            Ok(view) if shape.iter().fold(1usize, |n, &x| n.saturating_mul(x.max(1))) < 4096 => {
                 prop_assert!(all_rows(view).iter().all(|&x| x == 1.0));
                 prop_assert_eq!(view.find_nonfinite(None), None);
             }
