@@ -1,0 +1,28 @@
+//! IEEE binary16 emulated in `f32`: what FP16 operands and f16 score accumulators round to.
+//!
+//! Storage uses [`half::f16`]; this module is the same rounding without leaving `f32`, in a form that
+//! vectorizes. A sum, difference or product of two binary16 values taken in `f32` and then rounded here
+//! is what a binary16 unit returns: 24 bits of significand are at least 2 * 11 + 2, so rounding twice
+//! is innocuous (Figueroa, "When is double rounding innocuous?", 1995).
+
+use super::minifloat::{EXPONENT, MAGNITUDE, snap};
+
+/// Largest finite value.
+pub const MAX: f32 = 65504.0;
+
+/// `x` to the nearest binary16 value, ties to even, as `f32`; branch-free.
+///
+/// Subnormals (multiples of `2^-24`) are kept, a magnitude of 65520 or more becomes infinite, -0 and
+/// NaN stay.
+#[inline(always)]
+pub fn round(x: f32) -> f32 {
+    let bits = x.to_bits() as i32;
+    let magnitude_bits = bits & MAGNITUDE;
+    let magnitude = f32::from_bits(magnitude_bits as u32);
+    let bounded = if magnitude < 65536.0 { magnitude } else { 65536.0 };
+    let value = snap::<10, -14>(bounded).value;
+    // Overflow: infinity, unless `x` was NaN, whose bits are above those of infinity and stay.
+    let beyond = if magnitude_bits > EXPONENT { magnitude_bits } else { EXPONENT };
+    let value = if value < 65536.0 { value.to_bits() as i32 } else { beyond };
+    f32::from_bits((value | bits & !MAGNITUDE) as u32)
+}
