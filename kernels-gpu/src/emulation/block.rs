@@ -317,9 +317,11 @@ impl<'a> Block<'a> {
         }
         meeting.to = to;
         meeting.arrived += 1;
-        meeting.waiters.push(thread);
         let round = meeting.round;
         self.reallocate();
+        if !self.registers_passed(thread, round) {
+            self.reallocations[group].waiters.push(thread);
+        }
         Ok(round)
     }
 
