@@ -878,7 +878,10 @@ unsafe fn attention<S: Scores, W: Weights, const STAGES: u32, const SMOOTH: bool
             release_registers::<24>();
             if thread_idx_x() == 256 {
                 let work = call.work();
-                produce::<S, STAGES, SMOOTH>(&call, &work, &shared);
+                // Nobody would wait for a copy without keys, and a block must not end before its copies.
+                if work.tiles > 0 {
+                    produce::<S, STAGES, SMOOTH>(&call, &work, &shared);
+                }
             }
         } else {
             claim_registers::<240>();
