@@ -112,3 +112,27 @@ pub fn attention(problem: &Problem, o: &Operands, variant: Variant) -> (Outcome,
     }
     result
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::operands::Shape;
+    use crate::report::rel_l2;
+
+    /// The emulation is attention: off by what E4M3 probabilities cost and by no more.
+    #[test]
+    fn emulated_kernels_are_near_exact_softmax() {
+        let shape = Shape { batch: 2, q_heads: 2, kv_heads: 1, q: 33, kv: 300 };
+        let problem = Problem::random(shape, Some(vec![300, 190]), 1.0, 5);
+        for (expcast, smooth, bound) in
+            [(true, true, 0.03), (true, false, 0.03), (false, true, 0.01), (false, false, 0.015)]
+        {
+            let variant = Variant { e4m3_scores: false, expcast, smooth };
+            let (exact, emulated) = attention(&problem, &problem.pack(variant), variant);
+            let error = rel_l2(&emulated.out, &exact.out);
+            assert!(error > 1e-4 && error < bound, "{variant:?}: {error}");
+            let lse = exact.lse.iter().zip(&emulated.lse).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+            assert!(lse < 0.03, "{variant:?}: LSE {lse}");
+        }
+    }
+}
