@@ -151,7 +151,7 @@ trait Weights {
     unsafe fn issue(partial: &mut Partial, p: &[u32; 16], v: SharedAddr, accumulate: bool);
     /// Row sums of the tile whose product is complete, and readies the partial for the next.
     unsafe fn row_sums(partial: &mut Partial, encoded: Rows) -> Rows;
-    /// What the codes take for the row max: their scale is 2^(-shift / 8).
+    /// What the codes take for the row maxima, in code units.
     fn shift(max: u32) -> Rows;
 }
 
@@ -167,6 +167,7 @@ struct ExpCast;
 impl ExpCast {
     /// -0.484375: with it every row max below 1024 code units lands on byte 120.
     const BETA: u16 = 0xb7c0;
+    const BETA_F32: f32 = -0.484375;
     /// 1024 + 120: f16 has no fraction from here on, so adding it rounds to whole codes, and the code of the
     /// max is 120 above 1024, whose low byte is 0.
     const TOP: u16 = 0x6478;
@@ -219,8 +220,9 @@ impl Weights for ExpCast {
 
     #[inline(always)]
     fn shift(max: u32) -> Rows {
+        // The addend was rounded to f16: its own maximum is what all codes agree on.
         let (upper, lower) = convert::f32_of_f16x2(Self::addend(max));
-        [-upper, -lower]
+        [Self::BETA_F32 - upper, Self::BETA_F32 - lower]
     }
 }
 
@@ -885,7 +887,10 @@ unsafe fn attention<S: Scores, W: Weights, const STAGES: u32, const SMOOTH: bool
             release_registers::<24>();
             if thread_idx_x() == 256 {
                 let work = call.work();
-                produce::<S, STAGES, SMOOTH>(&call, &work, &shared);
+                // Nobody would wait for a copy without keys, and a block must not end before its copies.
+                if work.tiles > 0 {
+                    produce::<S, STAGES, SMOOTH>(&call, &work, &shared);
+                }
             }
         } else {
             claim_registers::<240>();
