@@ -97,9 +97,15 @@ impl Element for F16 {
     }
 }
 
+/// The largest magnitudes of a chunk and of `so_far`, by halves; NaN stays.
+#[inline(always)]
+pub fn largest<E: Element>(so_far: u32, chunk: &[u32; 4]) -> u32 {
+    chunk.iter().fold(so_far, |m, &pair| E::max(m, magnitudes(pair)))
+}
+
 /// Both values of a pair without their signs.
 #[inline(always)]
-pub fn magnitudes(pair: u32) -> u32 {
+fn magnitudes(pair: u32) -> u32 {
     pair & 0x7fff_7fff
 }
 
@@ -114,8 +120,8 @@ pub fn has_nonfinite<E: Element>(pair: u32) -> bool {
 #[inline(always)]
 pub fn unpack_chunk<E: Element>(chunk: [u32; 4]) -> [f32; CHUNK as usize] {
     let mut values = [0.0; CHUNK as usize];
-    for (pair, values) in chunk.into_iter().zip(values.chunks_exact_mut(2)) {
-        values.copy_from_slice(&E::unpack(pair));
+    for i in 0..chunk.len() {
+        [values[2 * i], values[2 * i + 1]] = E::unpack(chunk[i]);
     }
     values
 }

@@ -8,6 +8,10 @@ pub mod head_balance;
 #[cfg(target_arch = "nvptx64")]
 pub mod input;
 #[cfg(target_arch = "nvptx64")]
+pub mod kmeans;
+#[cfg(target_arch = "nvptx64")]
+pub mod order;
+#[cfg(target_arch = "nvptx64")]
 pub mod quantize_k;
 #[cfg(target_arch = "nvptx64")]
 pub mod quantize_q;
@@ -69,8 +73,8 @@ const SHARED_E4M3: u32 = shared(tiles::Q_E4M3_BYTES, tiles::K_E4M3_BYTES, STAGES
 pub const PREPARE: &[Entry] = &[
     prepare("balance_bf16", 256, 1),
     prepare("balance_f16", 256, 1),
-    prepare("k_stats_bf16", 128, 8),
-    prepare("k_stats_f16", 128, 8),
+    prepare("k_stats_bf16", 128, 6),
+    prepare("k_stats_f16", 128, 6),
     prepare("k_mean", 128, 8),
     prepare("quantize_q_f16_from_bf16", 256, 4),
     prepare("quantize_q_f16_from_f16", 256, 4),
@@ -82,13 +86,26 @@ pub const PREPARE: &[Entry] = &[
     prepare("quantize_k_f16_from_f16", 256, 4),
     prepare("quantize_k_e4m3_from_bf16", 256, 4),
     prepare("quantize_k_e4m3_from_f16", 256, 4),
-    prepare("quantize_k_i8_from_bf16", 512, 2),
-    prepare("quantize_k_i8_from_f16", 512, 2),
+    prepare("quantize_k_i8_from_bf16", 512, 1),
+    prepare("quantize_k_i8_from_f16", 512, 1),
     prepare("v_stats_bf16", 128, 6),
     prepare("v_stats_f16", 128, 6),
     prepare("v_scale", 128, 8),
     prepare("smooth_v_bf16", 128, 5),
     prepare("smooth_v_f16", 128, 5),
+    prepare("kmeans_seed_bf16", 128, 4),
+    prepare("kmeans_seed_f16", 128, 4),
+    prepare("kmeans_targets_bf16", 128, 8),
+    prepare("kmeans_targets_f16", 128, 8),
+    prepare("kmeans_assign_bf16", 256, 2),
+    prepare("kmeans_assign_f16", 256, 2),
+    prepare("kmeans_sums_bf16", 128, 8),
+    prepare("kmeans_sums_f16", 128, 8),
+    prepare("kmeans_update_bf16", 128, 8),
+    prepare("kmeans_update_f16", 128, 8),
+    prepare("order_count", 256, 4),
+    prepare("order_scan", 1024, 1),
+    prepare("order_scatter", 256, 4),
 ];
 
 /// A kernel with static shared memory only.

@@ -25,7 +25,7 @@
 
 use core::arch::{asm, global_asm};
 
-use super::input::{Bf16, CHUNK, Element, F16, Head, has_nonfinite, magnitudes};
+use super::input::{Bf16, CHUNK, Element, F16, Head, has_nonfinite, largest};
 use super::rows::{Code, Divisor, E4m3, Half, Int8, LANES, Part};
 use super::tiles::{self, ROWS};
 use crate::formats::int8;
@@ -89,8 +89,8 @@ impl Call {
         // SAFETY: rows below q_tokens are read; warps and the block stay together.
         unsafe {
             let raw = if live { Part::load(&head, token, lane) } else { [[0; 4]; 4] };
-            let largest = raw.as_flattened().iter().fold(0, |m, &x| E::max(m, magnitudes(x)));
-            let mut broken = has_nonfinite::<E>(largest) as u32;
+            let max = raw.iter().fold(0, largest::<E>);
+            let mut broken = has_nonfinite::<E>(max) as u32;
             broken |= shuffle_xor::<1>(broken);
             broken |= shuffle_xor::<2>(broken);
             let broken = broken != 0;

@@ -53,8 +53,8 @@ impl Part {
     #[inline(always)]
     pub fn unpack<E: Element>(raw: &[[u32; 4]; OWN], lane: u32) -> Self {
         let mut x = [0.0; VALUES];
-        for (x, &raw) in x.chunks_exact_mut(CHUNK as usize).zip(raw) {
-            x.copy_from_slice(&unpack_chunk::<E>(raw));
+        for (x, &raw) in x.as_chunks_mut().0.iter_mut().zip(raw) {
+            *x = unpack_chunk::<E>(raw);
         }
         Self { x, lane }
     }
@@ -88,7 +88,7 @@ impl Part {
         for (i, x) in self.x.as_chunks_mut::<{ CHUNK as usize }>().0.iter_mut().enumerate() {
             // SAFETY: chunks of the 128 values.
             let mean = unsafe { load_f32_chunk(mean.add(((lane + LANES * i as u32) * CHUNK) as usize)) };
-            x.iter_mut().zip(mean).for_each(|(x, mean)| *x -= mean);
+            x.iter_mut().zip(&mean).for_each(|(x, mean)| *x -= mean);
         }
     }
 
@@ -104,7 +104,7 @@ impl Part {
         unsafe {
             for (i, x) in self.x.as_chunks::<{ CHUNK as usize }>().0.iter().enumerate() {
                 let with = load_f32_chunk(with.add((self.chunk(i) * CHUNK) as usize));
-                for (&x, with) in x.iter().zip(with) {
+                for (&x, &with) in x.iter().zip(&with) {
                     sum = fma(x, with, sum);
                 }
             }

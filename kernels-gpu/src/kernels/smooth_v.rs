@@ -42,7 +42,7 @@
 use core::arch::{asm, global_asm};
 
 use super::input::{
-    Bf16, CHANNELS, CHUNK, CHUNKS, Element, F16, Head, has_nonfinite, load_f32_chunk, store_f32_chunk, token_at,
+    Bf16, CHANNELS, CHUNK, CHUNKS, Element, F16, Head, has_nonfinite, store_f32_chunk, token_at,
     unpack_chunk, valid_tokens, walk,
 };
 use super::rows::{Divisor, e4m3x4};
@@ -142,12 +142,12 @@ impl Stats {
                     high[i] = if first { x[i] } else { E::max(high[i], x[i]) };
                 }
                 first = false;
-                for (sum, x) in sums.iter_mut().zip(unpack_chunk::<E>(x)) {
+                for (sum, &x) in sums.iter_mut().zip(&unpack_chunk::<E>(x)) {
                     *sum += x;
                     energy = fma(x, x, energy);
                 }
             });
-            let broken = low.into_iter().chain(high).any(has_nonfinite::<E>);
+            let broken = (0..4).any(|i| has_nonfinite::<E>(low[i]) || has_nonfinite::<E>(high[i]));
             if any(broken) && thread_idx_x() % 32 == 0 {
                 max_global_u32(self.poisoned.add(index as usize), 1);
             }
@@ -290,9 +290,9 @@ impl Smooth {
                     *token = token_at(order, block * KEYS as u32 + first + i as u32);
                 }
             }
-            for (i, (raw, &token)) in raw.iter_mut().zip(&tokens).enumerate() {
+            for i in 0..TOKEN_GROUP {
                 if first + (i as u32) < count {
-                    *raw = head.load(token, chunk);
+                    raw[i] = head.load(tokens[i], chunk);
                 }
             }
 
@@ -355,7 +355,7 @@ impl Smooth {
 #[inline(always)]
 fn byte_masks(count: u32) -> [u32; 4] {
     let mut masks = [0; 4];
-    for (position, token) in TOKEN_ORDER.into_iter().enumerate() {
+    for (position, &token) in TOKEN_ORDER.iter().enumerate() {
         if (token as u32) < count {
             masks[position / 4] |= 0xff << (position % 4 * 8);
         }

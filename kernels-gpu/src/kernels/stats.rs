@@ -35,7 +35,7 @@ use core::arch::{asm, global_asm};
 
 use super::head_balance;
 use super::input::{
-    Bf16, CHANNELS, CHUNK, CHUNKS, Element, F16, Head, has_nonfinite, magnitudes, store_f32_chunk, turn,
+    Bf16, CHANNELS, CHUNK, CHUNKS, Element, F16, Head, has_nonfinite, largest, store_f32_chunk, turn,
     unpack_chunk, valid_tokens, walk,
 };
 use crate::layout::KEY_TILE;
@@ -89,7 +89,7 @@ impl Balance {
                 for pass in 0..head_balance::ROWS / (BALANCE_THREADS / CHUNKS) {
                     let token = pass * (BALANCE_THREADS / CHUNKS) + row;
                     let x = if token < self.q_tokens { head.load(token, chunk) } else { [0; 4] };
-                    let mut m = x.map(magnitudes).into_iter().fold(0, E::max);
+                    let mut m = largest::<E>(0, &x);
                     // The max of the row, NaN or infinite if one of its values is.
                     m = E::max(m, shuffle_xor::<1>(m));
                     m = E::max(m, shuffle_xor::<2>(m));
@@ -173,24 +173,24 @@ impl Stats {
         let chunk = thread_idx_x() % CHUNKS;
         let head = Head::new(self.k, self.strides, batch, kv_head, self.head_dim);
         let mut sums = [0.0; CHUNK as usize];
-        let mut largest = 0;
+        let mut max = 0;
         // SAFETY: keys that count are read, sums of blocks of the head written; the warp votes together.
         unsafe {
             let first = block * KEY_TILE as u32;
             let count = valid_tokens(self.kv_lens, batch, self.kv_tokens).saturating_sub(first).min(KEY_TILE as u32);
             walk(&head, chunk, core::ptr::null(), first, count, |token, x| {
-                largest = x.map(magnitudes).into_iter().fold(largest, E::max);
+                max = largest::<E>(max, &x);
                 let mut x = unpack_chunk::<E>(x);
                 if !self.cos.is_null() && head.has(chunk) {
                     turn(&mut x, self.cos, self.sin, token, &head, chunk);
                 }
-                sums.iter_mut().zip(x).for_each(|(sum, x)| *sum += x);
+                sums.iter_mut().zip(&x).for_each(|(sum, x)| *sum += x);
             });
             if block < blocks {
                 let at = (index as usize * blocks as usize + block as usize) * CHANNELS as usize;
                 store_f32_chunk(self.sums.add(at + (chunk * CHUNK) as usize), &sums);
             }
-            if any(has_nonfinite::<E>(largest)) && thread_idx_x() % 32 == 0 {
+            if any(has_nonfinite::<E>(max)) && thread_idx_x() % 32 == 0 {
                 max_global_u32(self.poisoned.add(index as usize), 1);
             }
         }
@@ -256,7 +256,7 @@ pub unsafe extern "ptx-kernel" fn k_mean(
             for (i, next) in next.iter_mut().enumerate() {
                 *next = *sums.add((block as usize + i) * CHANNELS as usize);
             }
-            next.into_iter().for_each(|sum| total += sum);
+            next.iter().for_each(|sum| total += sum);
             block += AHEAD;
         }
         while block < used {
