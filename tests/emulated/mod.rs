@@ -38,6 +38,8 @@ pub struct Case {
     pub schedule: Schedule,
     /// (batch, kv head)s that are marked as not finite.
     pub poisoned: Vec<usize>,
+    /// A row of the first head whose tile holds a NaN.
+    pub nan_row: Option<usize>,
     /// Multiplies the queries: how far scores spread.
     pub sharpness: f32,
 }
@@ -67,7 +69,8 @@ impl Case {
             promote: 4,
             schedule: Schedule::Oldest,
             poisoned: Vec::new(),
-            sharpness: 1.0,
+            nan_row: None,
+            sharpness: 2.0,
         }
     }
 
@@ -211,6 +214,11 @@ impl Tiles {
                 let code = f64::from((q / nats) as f32);
                 put(case.e4m3, &mut tiles[row / ROWS * q_tile..][..q_tile], q_offset(row % ROWS, c), code);
             }
+        }
+        if let Some(row) = case.nan_row {
+            // 0x7f7f and 0x7f are NaN in the two formats.
+            let at = row / ROWS * q_tile + q_offset(row % ROWS, 77);
+            t.q[at..at + width].fill(0x7f);
         }
         let group = case.q_heads / case.kv_heads;
         for index in 0..kv_heads {

@@ -132,6 +132,16 @@ impl<'a> Block<'a> {
         self.shared.store(now, &self.causality[thread as usize], address, alignment, from)
     }
 
+    pub(super) fn reduce(
+        &mut self,
+        thread: u32,
+        address: u32,
+        f: impl FnOnce(u32) -> u32,
+    ) -> Result<(), Violation> {
+        let now = self.now(thread);
+        self.shared.reduce(now, &self.causality[thread as usize], address, f)
+    }
+
     // mbarriers and bulk copies.
 
     pub(super) fn barrier_init(&mut self, thread: u32, address: u32, arrivals: u32) -> Result<(), Violation> {
@@ -255,7 +265,7 @@ impl<'a> Block<'a> {
     pub(super) fn warp_bring(
         &mut self,
         thread: u32,
-        operation: &str,
+        operation: (&str, u32),
         value: u64,
         ordered: bool,
     ) -> Result<u64, Violation> {

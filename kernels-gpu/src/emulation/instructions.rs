@@ -20,12 +20,6 @@ pub(crate) fn block_index() -> [u32; 3] {
     execute(|block, _| Ok(block.index))
 }
 
-/// `%ntid.x`.
-#[track_caller]
-pub(crate) fn block_size() -> u32 {
-    execute(|block, _| Ok(block.threads))
-}
-
 /// Start of the dynamic shared memory.
 pub(crate) const fn dynamic_shared() -> u32 {
     BASE
@@ -43,6 +37,12 @@ pub(crate) fn load_shared<const N: usize>(address: u32) -> [u8; N] {
 #[track_caller]
 pub(crate) fn store_shared<const N: usize>(address: u32, bytes: [u8; N]) {
     execute(|block, thread| block.store(thread, address, N as u32, &bytes));
+}
+
+/// `red.shared` on a word.
+#[track_caller]
+pub(crate) fn reduce_shared(address: u32, f: impl FnOnce(u32) -> u32) {
+    execute(|block, thread| block.reduce(thread, address, f));
 }
 
 /// Checks an access of `bytes` bytes to global memory, aligned to its size.
@@ -89,16 +89,17 @@ pub(crate) fn set_registers(to: u32, claim: bool) {
     );
 }
 
-/// An exchange of a full warp: everybody's values. `ordered` ones order memory too.
+/// An exchange of a full warp, which has to agree on the operation and its `parameter`: everybody's values.
+/// `ordered` ones order memory too.
 #[track_caller]
-pub(crate) fn warp(operation: &str, value: u64, ordered: bool) -> [u64; 32] {
+pub(crate) fn warp(operation: &str, parameter: u32, value: u64, ordered: bool) -> [u64; 32] {
     let mut round = None;
     wait(
         || operation.into(),
         |block, thread| {
             let round = match round {
                 Some(round) => round,
-                None => *round.insert(block.warp_bring(thread, operation, value, ordered)?),
+                None => *round.insert(block.warp_bring(thread, (operation, parameter), value, ordered)?),
             };
             Ok(block.warp_result(thread, round))
         },

@@ -22,6 +22,8 @@ enum State {
     Empty,
     /// A thread's write.
     Written,
+    /// Reductions of threads, on top of whatever was there.
+    Reduced,
     /// Bytes that a bulk copy brought.
     Copied,
     /// A bulk copy may write it any time.
@@ -53,6 +55,8 @@ pub(super) struct Shared {
     bytes: Vec<Byte>,
     /// Concurrent ordinary reads beyond the first.
     readers: HashMap<u32, Vec<Epoch>>,
+    /// Concurrent reductions of a word beyond the last.
+    reducers: HashMap<u32, Vec<Epoch>>,
     /// Products in flight that read a chunk, counted once a warp.
     in_flight: Vec<u16>,
     /// Reads of products that were waited for.
@@ -70,6 +74,7 @@ impl Shared {
             data: vec![0xa5; size as usize],
             bytes: vec![byte; size as usize],
             readers: HashMap::new(),
+            reducers: HashMap::new(),
             in_flight: vec![0; chunks],
             product_reads: vec![Vec::new(); chunks],
             threads: threads as u16,
@@ -118,11 +123,9 @@ impl Shared {
                 State::Empty => return Err(Violation::Uninitialized(here)),
                 State::Arriving => return Err(Violation::CopyInFlight(here)),
                 State::Barrier => return Err(Violation::BarrierBytes(here)),
-                State::Written | State::Copied => {}
+                State::Written | State::Reduced | State::Copied => {}
             }
-            if !known.seen.knows(byte.written) {
-                return Err(self.race(i, "read", byte.written, "write"));
-            }
+            self.check_writers(known, i, "read")?;
             if byte.read.actor == me.actor || known.seen.knows(byte.read) {
                 self.bytes[i].read = me;
             } else {
@@ -135,6 +138,29 @@ impl Shared {
         Ok(())
     }
 
+    /// Who wrote a byte must be known.
+    fn check_writers(&self, known: &Causality, i: usize, access: &'static str) -> Result<(), Violation> {
+        let byte = self.bytes[i];
+        let more = (byte.state == State::Reduced).then(|| self.reducers.get(&(i as u32 / 4))).flatten();
+        for written in [byte.written].iter().chain(more.into_iter().flatten()) {
+            if !known.seen.knows(*written) {
+                return Err(self.race(i, access, *written, "write"));
+            }
+        }
+        Ok(())
+    }
+
+    /// And who read it, before it is written.
+    fn check_readers(&self, known: &Causality, i: usize) -> Result<(), Violation> {
+        let more = self.readers.get(&(i as u32)).into_iter().flatten();
+        for read in [self.bytes[i].read].iter().chain(more).chain(&self.product_reads[i / CHUNK as usize]) {
+            if !known.seen.knows(*read) {
+                return Err(self.race(i, "write", *read, "read"));
+            }
+        }
+        Ok(())
+    }
+
     /// What every write needs: nobody else is at these bytes.
     fn check_write(&self, known: &Causality, range: core::ops::Range<usize>) -> Result<(), Violation> {
         for i in range {
@@ -143,20 +169,13 @@ impl Shared {
             match byte.state {
                 State::Arriving => return Err(Violation::CopyInFlight(here)),
                 State::Barrier => return Err(Violation::BarrierBytes(here)),
-                State::Empty | State::Written | State::Copied => {}
+                State::Empty | State::Written | State::Reduced | State::Copied => {}
             }
             if self.in_flight[i / CHUNK as usize] > 0 {
                 return Err(Violation::OperandInFlight(here));
             }
-            if !known.seen.knows(byte.written) {
-                return Err(self.race(i, "write", byte.written, "write"));
-            }
-            let more = self.readers.get(&(i as u32)).into_iter().flatten();
-            for read in [byte.read].iter().chain(more).chain(&self.product_reads[i / CHUNK as usize]) {
-                if !known.seen.knows(*read) {
-                    return Err(self.race(i, "write", *read, "read"));
-                }
-            }
+            self.check_writers(known, i, "write")?;
+            self.check_readers(known, i)?;
         }
         Ok(())
     }
@@ -190,6 +209,42 @@ impl Shared {
         Ok(())
     }
 
+    /// `red.shared` on a word by thread `me`: in any order with its like, but with nothing else.
+    pub(super) fn reduce(
+        &mut self,
+        me: Epoch,
+        known: &Causality,
+        address: u32,
+        f: impl FnOnce(u32) -> u32,
+    ) -> Result<(), Violation> {
+        let range = self.range(address, 4, 4)?;
+        let state = self.bytes[range.start].state;
+        for i in range.clone() {
+            if self.bytes[i].state == State::Empty {
+                return Err(Violation::Uninitialized(BASE + i as u32));
+            }
+            if state == State::Reduced {
+                self.check_readers(known, i)?;
+            }
+        }
+        let word = range.start as u32 / 4;
+        if state == State::Reduced {
+            let last = self.bytes[range.start].written;
+            let others = self.reducers.entry(word).or_default();
+            others.retain(|r| r.actor != me.actor && !known.seen.knows(*r));
+            if last.actor != me.actor && !known.seen.knows(last) {
+                others.push(last);
+            }
+        } else {
+            self.check_write(known, range.clone())?;
+            self.reducers.remove(&word);
+        }
+        self.overwrite(range.clone(), State::Reduced, me);
+        let old = u32::from_le_bytes(self.data[range.clone()].try_into().expect("a word has 4 bytes"));
+        self.data[range].copy_from_slice(&f(old).to_le_bytes());
+        Ok(())
+    }
+
     /// Makes 8 bytes an mbarrier's.
     pub(super) fn make_barrier(&mut self, me: Epoch, known: &Causality, address: u32) -> Result<(), Violation> {
         let range = self.range(address, 8, 8)?;
@@ -207,7 +262,7 @@ impl Shared {
         self.check_write(known, range.clone())?;
         for i in range.clone() {
             let byte = self.bytes[i];
-            if byte.state == State::Written && !known.fenced.knows(byte.written) {
+            if matches!(byte.state, State::Written | State::Reduced) && !known.fenced.knows(byte.written) {
                 let writer = self.deed(byte.written.actor, "write");
                 return Err(Violation::ProxyFence { address: BASE + i as u32, writer });
             }
@@ -237,7 +292,7 @@ impl Shared {
                     State::Empty => return Err(Violation::Uninitialized(here)),
                     State::Arriving => return Err(Violation::CopyInFlight(here)),
                     State::Barrier => return Err(Violation::BarrierBytes(here)),
-                    State::Written => false,
+                    State::Written | State::Reduced => false,
                     State::Copied => true,
                 };
                 let known = |s: &Source| s.written == byte.written;

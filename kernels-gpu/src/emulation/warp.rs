@@ -9,7 +9,7 @@ use std::vec::Vec;
 /// The meeting of a warp in one instruction: everybody brings a value and gets all of them.
 #[derive(Default)]
 pub(super) struct Warp {
-    operation: String,
+    operation: (String, u32),
     arrived: u32,
     brought: [u64; 32],
     arrivals: Causality,
@@ -25,16 +25,16 @@ impl Warp {
     pub(super) fn bring(
         &mut self,
         thread: u32,
-        operation: &str,
+        operation: (&str, u32),
         value: u64,
         known: Option<&Causality>,
     ) -> Result<Option<Vec<u32>>, Violation> {
         if self.arrived == 0 {
-            self.operation = operation.into();
-        } else if self.operation != operation {
+            self.operation = (operation.0.into(), operation.1);
+        } else if (self.operation.0.as_str(), self.operation.1) != operation {
             return Err(Violation::Diverged {
-                expected: format!("`{}`", self.operation),
-                found: format!("`{operation}`"),
+                expected: format!("`{} {}`", self.operation.0, self.operation.1),
+                found: format!("`{} {}`", operation.0, operation.1),
             });
         }
         self.brought[thread as usize % 32] = value;

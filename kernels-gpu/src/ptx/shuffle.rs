@@ -86,9 +86,7 @@ mod host {
     #[track_caller]
     pub unsafe fn shuffle_xor<const MASK: u32>(value: u32) -> u32 {
         const { assert!(MASK < 32) }
-        let operation = const { ["shfl.sync.bfly 0", "shfl.sync.bfly 1", "shfl.sync.bfly 2"] };
-        let name = operation.get(MASK as usize).copied().unwrap_or("shfl.sync.bfly");
-        warp(name, value.into(), false)[((thread_index() ^ MASK) % 32) as usize] as u32
+        warp("shfl.sync.bfly", MASK, value.into(), false)[((thread_index() ^ MASK) % 32) as usize] as u32
     }
 
     /// `vote.sync.any.pred`: whether any lane says yes.
@@ -97,7 +95,7 @@ mod host {
     /// As on the device; what is broken of it is a fault.
     #[track_caller]
     pub unsafe fn any(yes: bool) -> bool {
-        warp("vote.sync.any", yes.into(), false).contains(&1)
+        warp("vote.sync.any", 0, yes.into(), false).contains(&1)
     }
 
     /// `redux.sync.max.u32`: the largest value of the warp.
@@ -106,7 +104,7 @@ mod host {
     /// As on the device; what is broken of it is a fault.
     #[track_caller]
     pub unsafe fn warp_max_u32(value: u32) -> u32 {
-        warp("redux.sync.max.u32", value.into(), false).into_iter().fold(0, |a, b| a.max(b as u32))
+        warp("redux.sync.max.u32", 0, value.into(), false).into_iter().fold(0, |a, b| a.max(b as u32))
     }
 
     /// `prmt.b32`: nibble i of `select` says which byte of `[a, b]` (0-3, 4-7) becomes byte i; with its bit 3 the
