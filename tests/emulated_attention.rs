@@ -15,10 +15,15 @@ use emulated::{Case, Out, Outcome, attend, rel_l2};
 use half::{bf16, f16};
 use kernels_gpu::emulation::Schedule;
 
-/// Runs a case and holds it to the tolerances; a fault is a failure too.
+/// Runs a case; a fault is a failure.
+fn run(case: &Case) -> Outcome {
+    attend(case).unwrap_or_else(|fault| panic!("{} {case:?}\n{fault}", case.name()))
+}
+
+/// Runs a case and holds it to the tolerances.
 fn check(case: &Case) -> Outcome {
     let name = format!("{} {case:?}", case.name());
-    let outcome = attend(case).unwrap_or_else(|fault| panic!("{name}\n{fault}"));
+    let outcome = run(case);
     let kernel = rel_l2(&outcome.o, outcome.exact_o.iter().copied());
     let cpu = rel_l2(&outcome.cpu_o, outcome.exact_o.iter().copied());
     assert!(kernel <= 1.05 * cpu + 1e-4, "{name}: {kernel:.2e} from f64, the CPU backend {cpu:.2e}");
@@ -85,7 +90,7 @@ fn rings_of_tiles_and_means_go_around() {
 fn output_types_round_the_same_values() {
     let wide = check(&Case::new(65, 300));
     for out in [Out::F16, Out::Bf16] {
-        let narrow = attend(&Case { out, ..Case::new(65, 300) }).expect("no fault");
+        let narrow = run(&Case { out, ..Case::new(65, 300) });
         let rounded = wide.o.iter().map(|&x| match out {
             Out::Bf16 => bf16::from_f32(x).to_f32(),
             _ => f16::from_f32(x).to_f32(),
@@ -110,8 +115,8 @@ fn the_order_of_threads_changes_nothing() {
 #[test]
 fn poisoned_heads_are_nan_and_others_unchanged() {
     for case in (Case { q_heads: 4, kv_heads: 2, ..Case::new(3, 130) }).entries() {
-        let clean = attend(&case).expect("no fault");
-        let dirty = attend(&Case { poisoned: vec![1], ..case.clone() }).expect("no fault");
+        let clean = run(&case);
+        let dirty = run(&Case { poisoned: vec![1], ..case.clone() });
         let half = clean.o.len() / 2;
         assert_eq!(bits(&dirty.o[..half]), bits(&clean.o[..half]), "{}", case.name());
         assert!(dirty.o[half..].iter().all(|x| x.is_nan()), "{}", case.name());
@@ -122,8 +127,8 @@ fn poisoned_heads_are_nan_and_others_unchanged() {
 #[test]
 fn a_nan_in_a_query_stays_in_its_row() {
     for case in Case::new(70, 200).entries() {
-        let clean = attend(&case).expect("no fault");
-        let dirty = attend(&Case { nan_row: Some(66), ..case.clone() }).expect("no fault");
+        let clean = run(&case);
+        let dirty = run(&Case { nan_row: Some(66), ..case.clone() });
         for (row, (a, b)) in clean.o.chunks(128).zip(dirty.o.chunks(128)).enumerate() {
             let fine = if row == 66 { b.iter().all(|x| x.is_nan()) } else { bits(a) == bits(b) };
             assert!(fine, "{} row {row}", case.name());

@@ -2,6 +2,7 @@
 
 mod budget;
 mod kernels;
+mod mutants;
 mod ptx;
 mod ptxas;
 mod toolchain;
@@ -29,6 +30,11 @@ enum Task {
         #[arg(long)]
         check: bool,
     },
+    /// Plant faults into copies of the kernels (kernels-gpu/mutants.toml) and run the emulated tests on each.
+    Mutants {
+        /// Only those whose names contain this.
+        filter: Option<String>,
+    },
     /// Put the pinned ptxas under target/ptxas, from its wheel on PyPI.
     Ptxas {
         /// Unpack this wheel of nvidia-cuda-nvcc instead of downloading one.
@@ -45,6 +51,7 @@ fn root() -> &'static Path {
 fn main() -> Result<()> {
     match Cli::parse().task {
         Task::Kernels { check } => kernels::run(check),
+        Task::Mutants { filter } => mutants::run(filter.as_deref()),
         Task::Ptxas { wheel } => ptxas::install(wheel.as_deref()),
     }
 }
