@@ -47,7 +47,8 @@ fn bits(values: &[f32]) -> Vec<u32> {
 
 #[test]
 fn every_entry_at_odd_lengths() {
-    let shapes = [(1, 1), (64, 2), (127, 127), (128, 128), (200, 129), (64, 191), (1, 300), (200, 300), (129, 256)];
+    let shapes =
+        [(1, 1), (64, 2), (127, 127), (128, 128), (200, 129), (64, 191), (1, 300), (200, 300), (129, 256)];
     let schedules = [Schedule::Oldest, Schedule::Newest, Schedule::Random(1)];
     for (i, (q, kv)) in shapes.into_iter().enumerate() {
         for case in Case::new(q, kv).entries() {
@@ -59,7 +60,8 @@ fn every_entry_at_odd_lengths() {
 #[test]
 fn batches_of_grouped_heads_with_lengths() {
     let lens = Some(vec![129, 191]);
-    let case = Case { batch: 2, q_heads: 4, kv_heads: 2, kv_lens: lens, out: Out::F32, ..Case::new(130, 300) };
+    let case =
+        Case { batch: 2, q_heads: 4, kv_heads: 2, kv_lens: lens, out: Out::F32, ..Case::new(130, 300) };
     for case in case.entries() {
         check(&case);
     }

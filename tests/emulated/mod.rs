@@ -97,7 +97,14 @@ impl Case {
         let qk = if self.e4m3 { QkFormat::E4m3PerHead } else { QkFormat::F16 };
         let row_sums = if self.exact { RowSums::Exact } else { RowSums::Decoded };
         assert!(matches!(p.p, Probabilities::E4m3 { peak: 256.0 } | Probabilities::ExpCast { .. }));
-        Recipe { qk, rotate_qk: self.e4m3, demean: self.smooth, row_sums, grouping: GroupingConfig::sequence(), ..p }
+        Recipe {
+            qk,
+            rotate_qk: self.e4m3,
+            demean: self.smooth,
+            row_sums,
+            grouping: GroupingConfig::sequence(),
+            ..p
+        }
     }
 }
 
@@ -238,11 +245,16 @@ impl Tiles {
             for (i, code) in codes.iter().enumerate() {
                 let (token, c) = (i / HEAD_DIM, i % HEAD_DIM);
                 let mean = means[token / KEYS * HEAD_DIM + c];
-                assert_eq!(f64::from((code + mean) * scale[c]), head.v[i], "values as the CPU backend has them");
+                assert_eq!(
+                    f64::from((code + mean) * scale[c]),
+                    head.v[i],
+                    "values as the CPU backend has them"
+                );
                 let tile = &mut tiles[token / KEYS * tiles::V_BYTES..][..tiles::V_BYTES];
                 tile[tiles::v_tile_offset(token % KEYS, c)] = e4m3::encode(*code);
             }
-            let into = &mut t.means[index * mean_tiles * tiles::MEAN_BYTES..][..mean_tiles * tiles::MEAN_BYTES];
+            let into =
+                &mut t.means[index * mean_tiles * tiles::MEAN_BYTES..][..mean_tiles * tiles::MEAN_BYTES];
             into[..used.div_ceil(MEAN_BLOCKS) * tiles::MEAN_BYTES].fill(0);
             for (i, mean) in means.iter().enumerate() {
                 let (block, c) = (i / HEAD_DIM, i % HEAD_DIM);
@@ -297,7 +309,8 @@ pub fn attend(case: &Case) -> Result<Outcome, Fault> {
     let rows = case.batch * case.q_heads * case.q_tokens;
     let mut exact_o = vec![0.0; rows * HEAD_DIM];
     let mut exact_lse = vec![0.0; rows];
-    let outputs = exact_o.chunks_exact_mut(case.q_tokens * HEAD_DIM).zip(exact_lse.chunks_exact_mut(case.q_tokens));
+    let outputs =
+        exact_o.chunks_exact_mut(case.q_tokens * HEAD_DIM).zip(exact_lse.chunks_exact_mut(case.q_tokens));
     for (head, (o, lse)) in heads.iter().zip(outputs) {
         let x = Operands { q: &head.q, k: &head.k, v: &head.v, qk_dim: HEAD_DIM, v_dim: HEAD_DIM };
         attention_head(x, 1.0, o, lse);
@@ -308,7 +321,11 @@ pub fn attend(case: &Case) -> Result<Outcome, Fault> {
     let (o, lse, row_max) = emulate(case, &tiles, &lse_shift)?;
     let mut cpu_o = Vec::new();
     for index in 0..case.batch * case.q_heads {
-        cpu_o.extend(cpu.output.o.view().read_head(index / case.q_heads, index % case.q_heads, case.q_tokens));
+        cpu_o.extend(cpu.output.o.view().read_head(
+            index / case.q_heads,
+            index % case.q_heads,
+            case.q_tokens,
+        ));
     }
     let cpu_lse = cpu.output.lse.expect("asked for");
     let cpu_row_max = cpu.output.observed.max_score;
@@ -348,8 +365,27 @@ fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<(Vec<f32>, V
         };
     }
     type Kernel = unsafe fn(
-        *const u8, *const u8, *const u8, *const u8, *const f32, *const u32, *const u32, *mut u8, *mut f32,
-        *const f32, *mut u32, u32, u32, u32, u32, NonZeroU32, i64, i64, i64, u32, u32,
+        *const u8,
+        *const u8,
+        *const u8,
+        *const u8,
+        *const f32,
+        *const u32,
+        *const u32,
+        *mut u8,
+        *mut f32,
+        *const f32,
+        *mut u32,
+        u32,
+        u32,
+        u32,
+        u32,
+        NonZeroU32,
+        i64,
+        i64,
+        i64,
+        u32,
+        u32,
     );
     let kernel: Kernel = function!(
         attention_sm90_f16_expcast_smooth attention_sm90_f16_expcast_plain
@@ -370,9 +406,27 @@ fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<(Vec<f32>, V
         // SAFETY: tiles, outputs and sizes are those of the case.
         unsafe {
             kernel(
-                q, k, v, means, v_scale, kv_lens, poisoned, out, lse, lse_shift, row_max,
-                case.q_tokens as u32, case.kv_tokens as u32, case.q_heads as u32, case.kv_heads as u32, group,
-                batch as i64, head as i64, token as i64, case.promote, out_type,
+                q,
+                k,
+                v,
+                means,
+                v_scale,
+                kv_lens,
+                poisoned,
+                out,
+                lse,
+                lse_shift,
+                row_max,
+                case.q_tokens as u32,
+                case.kv_tokens as u32,
+                case.q_heads as u32,
+                case.kv_heads as u32,
+                group,
+                batch as i64,
+                head as i64,
+                token as i64,
+                case.promote,
+                out_type,
             );
         }
     })?;

@@ -136,10 +136,13 @@ impl Copy {
         for test in TESTS {
             let mark = format!("Executable tests/{test}.rs (");
             let path = text.lines().find_map(|l| l.trim().strip_prefix(&mark)?.strip_suffix(')'));
-            let path = self.folder.join(path.with_context(|| format!("cargo names no executable of {test}"))?);
+            let path =
+                self.folder.join(path.with_context(|| format!("cargo names no executable of {test}"))?);
             let mut run = Command::new(&path);
             // One test at a time: messages must not mix.
-            run.args(["--nocapture", "--test-threads=1"]).current_dir(&self.folder).env("RUST_BACKTRACE", "0");
+            run.args(["--nocapture", "--test-threads=1"])
+                .current_dir(&self.folder)
+                .env("RUST_BACKTRACE", "0");
             run.stdout(Stdio::null()).stderr(Stdio::piped());
             let child = run.spawn().with_context(|| format!("cannot start {}", path.display()))?;
             if let Some(message) = first_failure(child)? {
@@ -166,7 +169,9 @@ fn first_failure(mut child: Child) -> Result<Option<String>> {
                 break Some(summary(&message));
             }
             Ok(_) => {}
-            Err(mpsc::RecvTimeoutError::Timeout) => break Some(format!("no end within {} s", LIMIT.as_secs())),
+            Err(mpsc::RecvTimeoutError::Timeout) => {
+                break Some(format!("no end within {} s", LIMIT.as_secs()));
+            }
             Err(mpsc::RecvTimeoutError::Disconnected) => break None,
         }
     };
@@ -220,7 +225,7 @@ fn manifest() -> Result<String> {
     Ok(format!(
         "[package]\nname = \"mutant\"\nversion = \"0.0.0\"\nedition = \"2024\"\npublish = false\n\n\
          [features]\ndefault = [\"emulation\"]\nemulation = []\n\n\
-         [profile.release]\ndebug = \"line-tables-only\"\n\n[workspace]\n\n{}",
+         [profile.release]\ndebug = \"line-tables-only\"\nincremental = true\n\n[workspace]\n\n{}",
         toml::to_string(&manifest)?
     ))
 }

@@ -126,7 +126,7 @@ impl Named {
         waiter: Option<u32>,
     ) -> Result<Option<Vec<u32>>, Violation> {
         let others = if self.arrived == 0 { threads } else { self.threads };
-        if threads != others || threads == 0 || !threads.is_multiple_of(32) {
+        if threads != others {
             return Err(Violation::BarrierCount { id, threads, others });
         }
         self.threads = threads;

@@ -236,6 +236,9 @@ impl<'a> Block<'a> {
         threads: u32,
         waits: bool,
     ) -> Result<Option<u64>, Violation> {
+        if threads != self.threads && (threads == 0 || !threads.is_multiple_of(32)) {
+            return Err(Violation::BarrierCount { id, threads, others: threads });
+        }
         let known = &self.causality[thread as usize];
         let named = &mut self.named[id as usize];
         let woken = named.arrive(id, threads, known, waits.then_some(thread))?;

@@ -131,7 +131,9 @@ pub enum Violation {
         other: String,
     },
     /// An ordinary write that wgmma or a bulk copy meets without a proxy fence between.
-    #[error("shared memory {address:#x} was written by {writer}: no fence.proxy.async on the way to the asynchronous access")]
+    #[error(
+        "shared memory {address:#x} was written by {writer}: no fence.proxy.async on the way to the asynchronous access"
+    )]
     ProxyFence {
         /// The byte.
         address: u32,
@@ -151,7 +153,9 @@ pub enum Violation {
     #[error("mbarrier {0:#x}: initialized twice, or for a count outside 1..2^20")]
     BarrierInit(u32),
     /// An initialized mbarrier that the asynchronous proxy may not see yet.
-    #[error("mbarrier {0:#x} goes to a bulk copy without fence.mbarrier_init or fence.proxy.async since its init")]
+    #[error(
+        "mbarrier {0:#x} goes to a bulk copy without fence.mbarrier_init or fence.proxy.async since its init"
+    )]
     BarrierFence(u32),
     /// More arrivals than the phase expects.
     #[error("mbarrier {0:#x}: more arrivals than its phase expects")]
@@ -160,7 +164,9 @@ pub enum Violation {
     #[error("mbarrier {0:#x}: transaction count outside its range")]
     TransactionCount(u32),
     /// A phase completed although a thread that waited for the one before had no chance to see it.
-    #[error("mbarrier {0:#x}: a phase completes before every waiter of the last one must have seen that; a waiter can miss it")]
+    #[error(
+        "mbarrier {0:#x}: a phase completes before every waiter of the last one must have seen that; a waiter can miss it"
+    )]
     PhaseMissed(u32),
     /// A global address outside every registered buffer.
     #[error("global memory {address:#x}, {bytes} bytes: in no buffer{near}")]

@@ -99,7 +99,13 @@ impl Memory {
     }
 
     /// Checks an access of a wrapper.
-    pub(super) fn check(&self, address: usize, bytes: usize, alignment: u32, write: bool) -> Result<(), Violation> {
+    pub(super) fn check(
+        &self,
+        address: usize,
+        bytes: usize,
+        alignment: u32,
+        write: bool,
+    ) -> Result<(), Violation> {
         if !address.is_multiple_of(alignment as usize) {
             return Err(Violation::Misaligned { address: address as u64, alignment });
         }
@@ -110,7 +116,12 @@ impl Memory {
             None => {
                 let distance = |b: &&Buffer| (address as i64 - b.start() as i64).unsigned_abs();
                 let near = self.buffers.iter().min_by_key(distance).map_or(String::new(), |b| {
-                    format!(" (byte {} of `{}`, which has {})", address as i64 - b.start() as i64, b.name, b.bytes)
+                    format!(
+                        " (byte {} of `{}`, which has {})",
+                        address as i64 - b.start() as i64,
+                        b.name,
+                        b.bytes
+                    )
                 });
                 Err(Violation::GlobalBounds { address: address as u64, bytes: bytes as u64, near })
             }

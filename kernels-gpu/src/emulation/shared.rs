@@ -84,7 +84,8 @@ impl Shared {
     /// The range of `bytes` bytes at `address`.
     fn range(&self, address: u32, bytes: u32, alignment: u32) -> Result<core::ops::Range<usize>, Violation> {
         let size = self.data.len() as u32;
-        let from = address.checked_sub(BASE).filter(|from| u64::from(*from) + u64::from(bytes) <= u64::from(size));
+        let from =
+            address.checked_sub(BASE).filter(|from| u64::from(*from) + u64::from(bytes) <= u64::from(size));
         let Some(from) = from else { return Err(Violation::SharedBounds { address, bytes, size }) };
         if !address.is_multiple_of(alignment) {
             return Err(Violation::Misaligned { address: address.into(), alignment });
@@ -246,7 +247,12 @@ impl Shared {
     }
 
     /// Makes 8 bytes an mbarrier's.
-    pub(super) fn make_barrier(&mut self, me: Epoch, known: &Causality, address: u32) -> Result<(), Violation> {
+    pub(super) fn make_barrier(
+        &mut self,
+        me: Epoch,
+        known: &Causality,
+        address: u32,
+    ) -> Result<(), Violation> {
         let range = self.range(address, 8, 8)?;
         if self.bytes[range.start].state == State::Barrier {
             return Err(Violation::BarrierInit(address));
@@ -257,7 +263,12 @@ impl Shared {
     }
 
     /// A bulk copy into these bytes was issued: from now on they may change.
-    pub(super) fn copy_issued(&mut self, known: &Causality, address: u32, bytes: u32) -> Result<(), Violation> {
+    pub(super) fn copy_issued(
+        &mut self,
+        known: &Causality,
+        address: u32,
+        bytes: u32,
+    ) -> Result<(), Violation> {
         let range = self.range(address, bytes, CHUNK)?;
         self.check_write(known, range.clone())?;
         for i in range.clone() {

@@ -323,7 +323,9 @@ impl Warpgroup {
             return Some("a wgmma in flight".into());
         }
         let behind = self.threads.iter().filter(|t| t.position > self.passed).count();
-        (behind > 0).then(|| format!("wgmma instructions that {behind} of 128 threads executed and the others did not"))
+        (behind > 0).then(|| {
+            format!("wgmma instructions that {behind} of 128 threads executed and the others did not")
+        })
     }
 }
 
@@ -333,7 +335,12 @@ impl Thread {
     }
 
     fn values_mut(&mut self, place: usize) -> &mut [u32] {
-        &mut self.in_flight.iter_mut().find(|f| f.place == place).expect("issued registers are in flight").values
+        &mut self
+            .in_flight
+            .iter_mut()
+            .find(|f| f.place == place)
+            .expect("issued registers are in flight")
+            .values
     }
 
     /// Values that go into a product must have been pinned before the last fence and be what they were then.

@@ -264,7 +264,14 @@ pub unsafe fn walk(
 /// # Safety
 /// `cos` and `sin` are tables `[tokens, head_dim / 2]` that hold the token, and the chunk is below `head_dim`.
 #[inline(always)]
-pub unsafe fn turn(x: &mut [f32; CHUNK as usize], cos: *const f32, sin: *const f32, token: u32, head: &Head, chunk: u32) {
+pub unsafe fn turn(
+    x: &mut [f32; CHUNK as usize],
+    cos: *const f32,
+    sin: *const f32,
+    token: u32,
+    head: &Head,
+    chunk: u32,
+) {
     let at = token as usize * (head.head_dim as usize / 2) + chunk as usize * (CHUNK as usize / 2);
     // SAFETY: 4 angles of the token; rows of head_dim / 2 f32 are multiples of 16 bytes.
     let (c, s) = unsafe { (load_global_v4(cos.add(at).cast()), load_global_v4(sin.add(at).cast())) };

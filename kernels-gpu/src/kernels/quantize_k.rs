@@ -157,7 +157,8 @@ impl Call {
                 shared::max_u32(group_amax().add(group * 4), amax.to_bits());
             }
             sync_threads();
-            let scale = |group: u32| int8::scale(f32::from_bits(shared::load_u32(group_amax().add(group * 4))));
+            let scale =
+                |group: u32| int8::scale(f32::from_bits(shared::load_u32(group_amax().add(group * 4))));
             let s = scale(group);
             let divisor = Divisor::new(s);
             part.x.iter_mut().for_each(|x| *x = if s > 0.0 { divisor.int8_code(*x) } else { 0.0 });
@@ -197,8 +198,22 @@ macro_rules! entry {
         ) {
             let strides = [k_batch, k_head, k_token];
             let call = Call {
-                k, order, cos, sin, mean, balance, kv_lens, tiles, scales, saturated, strides, kv_tokens, kv_heads,
-                head_dim, rotation, side,
+                k,
+                order,
+                cos,
+                sin,
+                mean,
+                balance,
+                kv_lens,
+                tiles,
+                scales,
+                saturated,
+                strides,
+                kv_tokens,
+                kv_heads,
+                head_dim,
+                rotation,
+                side,
             };
             // SAFETY: the entry's contract.
             unsafe { call.run::<$element, $code>() }

@@ -206,8 +206,23 @@ macro_rules! entry {
         ) {
             let strides = [q_batch, q_head, q_token];
             let call = Call {
-                q, cos, sin, balance, k_mean, tiles, factor, lse_shift, saturated, strides, q_tokens, q_heads,
-                kv_heads, head_dim, rotation, side, scale,
+                q,
+                cos,
+                sin,
+                balance,
+                k_mean,
+                tiles,
+                factor,
+                lse_shift,
+                saturated,
+                strides,
+                q_tokens,
+                q_heads,
+                kv_heads,
+                head_dim,
+                rotation,
+                side,
+                scale,
             };
             // SAFETY: the entry's contract.
             unsafe { call.run::<$element, $code>() }

@@ -340,7 +340,8 @@ impl Smooth {
                 }
                 let tiles_per_head = blocks as usize / MEAN_BLOCKS + (blocks as usize % MEAN_BLOCKS).min(1);
                 let tile = index as usize * tiles_per_head + block as usize / MEAN_BLOCKS;
-                let at = tile * MEAN_BYTES + tiles::mean_offset(block as usize % MEAN_BLOCKS, channel as usize);
+                let at =
+                    tile * MEAN_BYTES + tiles::mean_offset(block as usize % MEAN_BLOCKS, channel as usize);
                 *self.mean_tiles.add(at).cast::<u16>() = half as u16;
             }
             let Divisor { scaled, reciprocal, up } = Divisor::new(s);

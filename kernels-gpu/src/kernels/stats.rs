@@ -177,7 +177,8 @@ impl Stats {
         // SAFETY: keys that count are read, sums of blocks of the head written; the warp votes together.
         unsafe {
             let first = block * KEY_TILE as u32;
-            let count = valid_tokens(self.kv_lens, batch, self.kv_tokens).saturating_sub(first).min(KEY_TILE as u32);
+            let count =
+                valid_tokens(self.kv_lens, batch, self.kv_tokens).saturating_sub(first).min(KEY_TILE as u32);
             walk(&head, chunk, core::ptr::null(), first, count, |token, x| {
                 max = largest::<E>(max, &x);
                 let mut x = unpack_chunk::<E>(x);
