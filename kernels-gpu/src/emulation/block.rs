@@ -50,6 +50,8 @@ pub(super) struct Block<'a> {
     pub(super) waiting: Vec<Option<Wait>>,
     causality: Vec<Causality>,
     shared: Shared,
+    /// Addresses of `.shared` symbols.
+    symbols: BTreeMap<&'static str, u32>,
     mbarriers: BTreeMap<u32, MBarrier>,
     copies: Vec<Copy>,
     named: Vec<Named>,
@@ -85,6 +87,7 @@ impl<'a> Block<'a> {
             waiting: vec![None; threads as usize],
             causality,
             shared: Shared::new(shared, threads),
+            symbols: BTreeMap::new(),
             mbarriers: BTreeMap::new(),
             copies: Vec::new(),
             named: (0..16).map(|_| Named::default()).collect(),
@@ -109,6 +112,10 @@ impl<'a> Block<'a> {
     }
 
     // Shared memory.
+
+    pub(super) fn symbol(&mut self, name: &'static str, bytes: u32, alignment: u32) -> u32 {
+        *self.symbols.entry(name).or_insert_with(|| self.shared.allocate(bytes, alignment))
+    }
 
     pub(super) fn load(
         &mut self,
@@ -318,7 +325,7 @@ impl<'a> Block<'a> {
         let group = thread as usize / 128;
         let from = self.registers[group];
         let fail = |rule| Err(Violation::Registers { from, to, rule });
-        if !(24..=256).contains(&to) || to % 8 != 0 {
+        if !(24..=256).contains(&to) || !to.is_multiple_of(8) {
             return fail("a multiple of 8 in 24..=256");
         }
         if claim && to < from || !claim && to > from {

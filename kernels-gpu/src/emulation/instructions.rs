@@ -25,6 +25,12 @@ pub(crate) const fn dynamic_shared() -> u32 {
     BASE
 }
 
+/// The address of a `.shared` symbol, which takes its place in the block when it is first named.
+#[track_caller]
+pub(crate) fn static_shared(name: &'static str, bytes: u32, alignment: u32) -> u32 {
+    execute(|block, _| Ok(block.symbol(name, bytes, alignment)))
+}
+
 /// `ld.shared` of `N` bytes.
 #[track_caller]
 pub(crate) fn load_shared<const N: usize>(address: u32) -> [u8; N] {

@@ -30,6 +30,8 @@ enum State {
     Arriving,
     /// Part of an mbarrier.
     Barrier,
+    /// Between two symbols: nobody's.
+    Gap,
 }
 
 /// The history of a byte.
@@ -81,6 +83,20 @@ impl Shared {
         }
     }
 
+    /// Memory for a `.shared` symbol, behind what there is and a gap.
+    pub(super) fn allocate(&mut self, bytes: u32, alignment: u32) -> u32 {
+        const GAP: usize = 64;
+        let start = (self.data.len() + GAP).next_multiple_of(alignment.max(CHUNK) as usize);
+        let fresh = |state| Byte { state, written: Epoch::default(), read: Epoch::default() };
+        self.bytes.resize(start, fresh(State::Gap));
+        self.bytes.resize(start + bytes as usize, fresh(State::Empty));
+        self.data.resize(self.bytes.len(), 0xa5);
+        let chunks = self.data.len().div_ceil(CHUNK as usize);
+        self.in_flight.resize(chunks, 0);
+        self.product_reads.resize(chunks, Vec::new());
+        BASE + start as u32
+    }
+
     /// The range of `bytes` bytes at `address`.
     fn range(&self, address: u32, bytes: u32, alignment: u32) -> Result<core::ops::Range<usize>, Violation> {
         let size = self.data.len() as u32;
@@ -90,7 +106,11 @@ impl Shared {
         if !address.is_multiple_of(alignment) {
             return Err(Violation::Misaligned { address: address.into(), alignment });
         }
-        Ok(from as usize..(from + bytes) as usize)
+        let range = from as usize..(from + bytes) as usize;
+        if self.bytes[range.clone()].iter().any(|b| b.state == State::Gap) {
+            return Err(Violation::SharedBounds { address, bytes, size });
+        }
+        Ok(range)
     }
 
     /// What an actor did, in words.
@@ -124,6 +144,7 @@ impl Shared {
                 State::Empty => return Err(Violation::Uninitialized(here)),
                 State::Arriving => return Err(Violation::CopyInFlight(here)),
                 State::Barrier => return Err(Violation::BarrierBytes(here)),
+                State::Gap => unreachable!("`range` refuses gaps"),
                 State::Written | State::Reduced | State::Copied => {}
             }
             self.check_writers(known, i, "read")?;
@@ -170,6 +191,7 @@ impl Shared {
             match byte.state {
                 State::Arriving => return Err(Violation::CopyInFlight(here)),
                 State::Barrier => return Err(Violation::BarrierBytes(here)),
+                State::Gap => unreachable!("`range` refuses gaps"),
                 State::Empty | State::Written | State::Reduced | State::Copied => {}
             }
             if self.in_flight[i / CHUNK as usize] > 0 {
@@ -303,6 +325,7 @@ impl Shared {
                     State::Empty => return Err(Violation::Uninitialized(here)),
                     State::Arriving => return Err(Violation::CopyInFlight(here)),
                     State::Barrier => return Err(Violation::BarrierBytes(here)),
+                    State::Gap => unreachable!("`range` refuses gaps"),
                     State::Written | State::Reduced => false,
                     State::Copied => true,
                 };

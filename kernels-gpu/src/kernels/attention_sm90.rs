@@ -44,8 +44,6 @@
 //! The grid is ceil(`q_tokens` / 128) x `q_heads` x batch: query blocks of a head first, so that the blocks that
 //! run together share K and V in L2.
 
-#[cfg(target_arch = "nvptx64")]
-use core::arch::{asm, global_asm};
 use core::num::NonZeroU32;
 
 use super::tiles::{self, HEAD_DIM, KEYS, MEAN_BLOCKS, MEAN_BYTES, ROWS, V_BYTES};
@@ -68,24 +66,10 @@ pub const OUT_F16: u32 = 1;
 /// `out_type`: bf16.
 pub const OUT_BF16: u32 = 2;
 
-#[cfg(target_arch = "nvptx64")]
-global_asm!(".extern .shared .align 1024 .b8 vc_shared[];");
-
-/// Start of the dynamic shared memory, a multiple of 1024.
-#[cfg(target_arch = "nvptx64")]
-#[inline(always)]
-fn shared_base() -> SharedAddr {
-    let base: u32;
-    // SAFETY: reads the address of a symbol declared above.
-    unsafe { asm!("mov.u32 {}, vc_shared;", out(reg32) base, options(pure, nomem, nostack)) }
-    SharedAddr(base)
-}
-
-/// The same in the emulation.
-#[cfg(not(target_arch = "nvptx64"))]
-fn shared_base() -> SharedAddr {
-    SharedAddr(crate::emulation::instructions::dynamic_shared())
-}
+crate::ptx::shared_symbol!(
+    /// Start of the dynamic shared memory, a multiple of 1024.
+    fn shared_base, "vc_shared", 1024
+);
 
 /// The product of queries and keys: 64 x 128 scores in packed f16.
 trait Scores {

@@ -1,5 +1,11 @@
 //! The GPU kernels and the facts that a host needs to launch them.
 
+#![allow(
+    clippy::manual_is_multiple_of,
+    clippy::needless_range_loop,
+    reason = "lane and register arithmetic is written as the layouts are: remainders beside quotients, indices over several arrays"
+)]
+
 /// Defines the entries of a module: a kernel on the device, a function of the same parameters for the emulation.
 #[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
 macro_rules! kernel {

@@ -21,6 +21,50 @@ pub mod shared;
 pub mod stream;
 pub mod warp;
 
+/// Declares a `.shared` symbol of a kernel, and the function that gives its address.
+///
+/// `fn name, "symbol", ALIGNMENT, BYTES`: literals, since they become PTX text. Without `BYTES` it is the dynamic shared
+/// memory of the launch.
+#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
+#[allow(unused_macros, reason = "the kernels of one architecture may have none")]
+macro_rules! shared_symbol {
+    ($(#[$doc:meta])* fn $name:ident, $symbol:literal, $alignment:literal) => {
+        #[cfg(target_arch = "nvptx64")]
+        core::arch::global_asm!(concat!(".extern .shared .align ", $alignment, " .b8 ", $symbol, "[];"));
+        crate::ptx::shared_symbol!(@address $(#[$doc])* $name, $symbol,
+            crate::emulation::instructions::dynamic_shared());
+    };
+    ($(#[$doc:meta])* fn $name:ident, $symbol:literal, $alignment:literal, $bytes:literal) => {
+        #[cfg(target_arch = "nvptx64")]
+        core::arch::global_asm!(concat!(".shared .align ", $alignment, " .b8 ", $symbol, "[", $bytes, "];"));
+        crate::ptx::shared_symbol!(@address $(#[$doc])* $name, $symbol,
+            crate::emulation::instructions::static_shared($symbol, $bytes, $alignment));
+    };
+    (@address $(#[$doc:meta])* $name:ident, $symbol:literal, $emulated:expr) => {
+        $(#[$doc])*
+        #[cfg(target_arch = "nvptx64")]
+        #[inline(always)]
+        fn $name() -> crate::ptx::SharedAddr {
+            let at: u32;
+            // SAFETY: reads the address of the symbol declared above.
+            unsafe {
+                core::arch::asm!(concat!("mov.u32 {}, ", $symbol, ";"), out(reg32) at, options(pure, nomem, nostack))
+            }
+            crate::ptx::SharedAddr(at)
+        }
+
+        $(#[$doc])*
+        #[cfg(not(target_arch = "nvptx64"))]
+        #[track_caller]
+        fn $name() -> crate::ptx::SharedAddr {
+            crate::ptx::SharedAddr($emulated)
+        }
+    };
+}
+#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
+#[allow(unused_imports, reason = "as above")]
+pub(crate) use shared_symbol;
+
 /// An address in the `.shared` window of the running block.
 ///
 /// A Rust reference to shared memory would be a generic pointer, and every access through it a generic one;
