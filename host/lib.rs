@@ -12,6 +12,7 @@ pub mod backend;
 pub mod error;
 pub mod fidelity;
 pub mod grouping;
+pub mod io;
 pub mod plan;
 pub mod problem;
 pub mod recipe;

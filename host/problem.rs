@@ -1,10 +1,13 @@
 //! One attention call as data: its tensors, its valid lengths, its scale; and what makes it valid.
 
 use crate::error::{Error, Result};
-use crate::tensor::TensorView;
+use crate::tensor::{TensorView, count};
 
 /// Largest head dimension of the CPU backend.
 pub const MAX_HEAD_DIM: usize = 256;
+
+/// Most elements of a tensor: as many f32 as one allocation holds.
+const MAX_ELEMENTS: usize = isize::MAX as usize / size_of::<f32>();
 
 /// What to do about a NaN or an infinity among the inputs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -54,7 +57,7 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// The kv head that query head `q_head` reads.
+    /// The kv head that query head `q_head` reads: the query heads are split evenly, in order.
     pub fn kv_head(&self, q_head: usize) -> usize {
         q_head / (self.q_heads / self.kv_heads)
     }
@@ -79,6 +82,9 @@ impl<'a> Problem<'a> {
     }
 
     /// Valid keys of a batch.
+    ///
+    /// # Panics
+    /// When `kv_lens` has no entry for the batch, which [`Problem::validate`] refuses.
     pub fn kv_len(&self, batch: usize) -> usize {
         self.kv_lens.map_or(self.k.shape()[2], |lens| lens[batch])
     }
@@ -95,6 +101,10 @@ impl<'a> Problem<'a> {
         for (name, shape) in [("q", self.q.shape()), ("k", kv), ("v", self.v.shape())] {
             if shape.contains(&0) {
                 return tensor(name, "no empty axis".into(), format!("shape {shape:?}"));
+            }
+            // A broadcast axis can be longer than memory; its copy in f32, which the output may be, must not.
+            if count(shape).is_none_or(|n| n > MAX_ELEMENTS) {
+                return tensor(name, format!("at most {MAX_ELEMENTS} elements"), format!("shape {shape:?}"));
             }
         }
         if d > MAX_HEAD_DIM {
@@ -114,46 +124,45 @@ impl<'a> Problem<'a> {
         }
         if let Some(lens) = self.kv_lens {
             if lens.len() != b {
-                return tensor("kv_lens", format!("one length for each of {b} batches"), format!("{} lengths", lens.len()));
+                return tensor(
+                    "kv_lens",
+                    format!("one length for each of {b} batches"),
+                    format!("{} lengths", lens.len()),
+                );
             }
             if let Some(&len) = lens.iter().find(|&&len| len > nk) {
                 return tensor("kv_lens", format!("lengths of at most {nk}"), format!("length {len}"));
             }
         }
         if let Some(scale) = self.scale.filter(|s| !s.is_finite()) {
-            return Err(Error::Option { option: "scale", expected: "a finite number".into(), given: scale.to_string() });
+            return Err(Error::Option {
+                option: "scale",
+                expected: "a finite number".into(),
+                given: scale.to_string(),
+            });
         }
-        if let Some(grid) = self.grid {
-            if grid.iter().try_fold(1usize, |n, &x| n.checked_mul(x)) != Some(nk) {
-                return Err(Error::Option {
-                    option: "grid",
-                    expected: format!("a grid [t, h, w] whose product is the {nk} key tokens"),
-                    given: format!("{grid:?}"),
-                });
-            }
+        if let Some(grid) = self.grid
+            && grid.iter().try_fold(1usize, |n, &x| n.checked_mul(x)) != Some(nk)
+        {
+            return Err(Error::Option {
+                option: "grid",
+                expected: format!("a grid [t, h, w] whose product is the {nk} key tokens"),
+                given: format!("{grid:?}"),
+            });
         }
         let shape = Shape { batch: b, q_heads: hq, kv_heads: hk, q_tokens: nq, kv_tokens: nk, head_dim: d };
         if self.nonfinite == NonFinite::Reject {
-            self.check_finite(&shape)?;
+            self.check_finite()?;
         }
         Ok(shape)
     }
 
-    fn check_finite(&self, shape: &Shape) -> Result<()> {
-        let mut row = vec![0.0; shape.head_dim];
-        for (tensor, view) in [("q", &self.q), ("k", &self.k), ("v", &self.v)] {
-            let [b, h, n, _] = view.shape();
-            for batch in 0..b {
-                let tokens = if tensor == "q" { n } else { self.kv_len(batch) };
-                for head in 0..h {
-                    for token in 0..tokens {
-                        view.read_row(batch, head, token, &mut row);
-                        if let Some(channel) = row.iter().position(|x| !x.is_finite()) {
-                            let position = [batch, head, token, channel];
-                            return Err(Error::NonFinite { tensor, position, value: row[channel] });
-                        }
-                    }
-                }
+    fn check_finite(&self) -> Result<()> {
+        for (tensor, view, valid) in
+            [("q", &self.q, None), ("k", &self.k, self.kv_lens), ("v", &self.v, self.kv_lens)]
+        {
+            if let Some((position, value)) = view.find_nonfinite(valid) {
+                return Err(Error::NonFinite { tensor, position, value });
             }
         }
         Ok(())

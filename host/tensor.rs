@@ -1,8 +1,18 @@
 //! Strided rank-4 tensors in host memory: what goes into a call and what comes out.
 
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+use rayon::prelude::*;
 
 use crate::error::{Error, Result};
+
+/// Elements that a thread checks for NaN and infinity before it looks whether it may stop.
+const CHUNK: usize = 1 << 14;
+
+/// Number of elements of a shape, if it can be counted.
+pub(crate) fn count(shape: [usize; 4]) -> Option<usize> {
+    if shape.contains(&0) { Some(0) } else { shape.iter().try_fold(1usize, |n, &x| n.checked_mul(x)) }
+}
 
 /// Element type of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -27,10 +37,13 @@ pub enum Layout {
 
 impl Layout {
     /// Strides in elements of a contiguous tensor of logical `shape` [batch, heads, tokens, dim].
+    ///
+    /// They saturate where the shape is larger than memory.
     pub fn strides(self, [_, h, n, d]: [usize; 4]) -> [usize; 4] {
+        let batch = h.saturating_mul(n).saturating_mul(d);
         match self {
-            Layout::Bhsd => [h * n * d, n * d, d, 1],
-            Layout::Bshd => [n * h * d, d, h * d, 1],
+            Layout::Bhsd => [batch, n.saturating_mul(d), d, 1],
+            Layout::Bshd => [batch, d, h.saturating_mul(d), 1],
         }
     }
 }
@@ -87,7 +100,73 @@ impl Elements<'_> {
     }
 }
 
+/// What the views need from an element type.
+trait Element: Copy + Sync {
+    fn is_finite(self) -> bool;
+    /// The same value in f32.
+    fn widen(self) -> f32;
+    /// [`widen`](Self::widen) for neighbours in memory.
+    fn widen_run(from: &[Self], to: &mut [f32]) {
+        to.iter_mut().zip(from).for_each(|(y, x)| *y = x.widen());
+    }
+}
+
+impl Element for f32 {
+    fn is_finite(self) -> bool {
+        f32::is_finite(self)
+    }
+    fn widen(self) -> f32 {
+        self
+    }
+    fn widen_run(from: &[f32], to: &mut [f32]) {
+        to.copy_from_slice(from);
+    }
+}
+
+impl Element for f16 {
+    fn is_finite(self) -> bool {
+        f16::is_finite(self)
+    }
+    fn widen(self) -> f32 {
+        self.to_f32()
+    }
+    fn widen_run(from: &[f16], to: &mut [f32]) {
+        // The slice form asks once, not per element, whether the processor has F16C.
+        from.convert_to_f32_slice(to);
+    }
+}
+
+impl Element for bf16 {
+    fn is_finite(self) -> bool {
+        bf16::is_finite(self)
+    }
+    fn widen(self) -> f32 {
+        // bfloat16 is the upper half of binary32; `bf16::to_f32` also quiets NaN, which keeps loops from
+        // vectorizing.
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+}
+
+/// Calls a function that is generic over the element type with the typed slice.
+macro_rules! with_elements {
+    ($elements:expr, $x:ident => $body:expr) => {
+        match $elements {
+            Elements::F32($x) => $body,
+            Elements::F16($x) => $body,
+            Elements::Bf16($x) => $body,
+        }
+    };
+}
+
+/// Whether all of `x` is finite; without a branch inside a chunk, so that it runs at the speed of memory.
+fn all_finite<T: Element>(x: &[T]) -> bool {
+    x.chunks(CHUNK).all(|chunk| chunk.iter().fold(true, |ok, x| ok & x.is_finite()))
+}
+
 /// A borrowed tensor of logical shape (batch, heads, tokens, dim) with strides in elements.
+///
+/// Strides may be 0 (broadcast) and may overlap: a view only reads. Every index inside the shape is known to
+/// lie inside the data.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorView<'a> {
     elements: Elements<'a>,
@@ -97,6 +176,7 @@ pub struct TensorView<'a> {
 
 impl<'a> TensorView<'a> {
     /// A contiguous tensor of logical `shape` [batch, heads, tokens, dim], its axes in memory as `layout` says.
+    /// `name` is for the message of an error.
     ///
     /// # Errors
     /// When the number of elements is not the product of the shape.
@@ -107,11 +187,12 @@ impl<'a> TensorView<'a> {
         layout: Layout,
     ) -> Result<Self> {
         let elements = elements.into();
-        let count = shape.iter().try_fold(1usize, |n, &x| n.checked_mul(x));
+        let count = count(shape);
         if count != Some(elements.len()) {
+            let wanted = count.map_or_else(|| "more than memory holds".into(), |n| n.to_string());
             return Err(Error::Tensor {
                 tensor: name,
-                expected: format!("{} elements for shape {shape:?}", count.map_or("more than memory holds".into(), |n| n.to_string())),
+                expected: format!("{wanted} elements for shape {shape:?}"),
                 given: format!("{} elements", elements.len()),
             });
         }
@@ -119,6 +200,7 @@ impl<'a> TensorView<'a> {
     }
 
     /// A tensor of logical `shape` [batch, heads, tokens, dim] with any `strides` in elements (0 broadcasts).
+    /// `name` is for the message of an error.
     ///
     /// # Errors
     /// When the last element that shape and strides reach lies outside `elements`.
@@ -129,13 +211,18 @@ impl<'a> TensorView<'a> {
         strides: [usize; 4],
     ) -> Result<Self> {
         let elements = elements.into();
-        let last = shape.iter().zip(strides).try_fold(0usize, |at, (&n, stride)| {
-            at.checked_add(n.saturating_sub(1).checked_mul(stride)?)
-        });
+        let last = shape
+            .iter()
+            .zip(strides)
+            .try_fold(0usize, |at, (&n, stride)| at.checked_add(n.saturating_sub(1).checked_mul(stride)?));
         if !shape.contains(&0) && last.is_none_or(|last| last >= elements.len()) {
+            let reach =
+                last.map_or_else(|| "further than memory".into(), |last| format!("to element {last}"));
             return Err(Error::Tensor {
                 tensor: name,
-                expected: format!("shape {shape:?} with strides {strides:?} to stay inside the data"),
+                expected: format!(
+                    "shape {shape:?} with strides {strides:?} to stay inside the data (it reaches {reach})"
+                ),
                 given: format!("{} elements", elements.len()),
             });
         }
@@ -162,6 +249,12 @@ impl<'a> TensorView<'a> {
         self.elements
     }
 
+    /// Index of the first element of a token row.
+    fn start(&self, batch: usize, head: usize, token: usize) -> usize {
+        let [sb, sh, sn, _] = self.strides;
+        batch * sb + head * sh + token * sn
+    }
+
     /// Widens the token row [batch, head, token, ..] to f32 (exact) into `row`, which has `dim` entries.
     ///
     /// # Panics
@@ -169,30 +262,85 @@ impl<'a> TensorView<'a> {
     pub fn read_row(&self, batch: usize, head: usize, token: usize, row: &mut [f32]) {
         let [b, h, n, d] = self.shape;
         assert!(batch < b && head < h && token < n && row.len() == d, "row outside the tensor");
-        let [sb, sh, sn, sd] = self.strides;
-        let start = batch * sb + head * sh + token * sn;
-        fn widen<T: Copy>(from: &[T], stride: usize, row: &mut [f32], f: impl Fn(T) -> f32) {
+        if d == 0 {
+            return; // the strides of an empty tensor may point anywhere
+        }
+        let (start, stride) = (self.start(batch, head, token), self.strides[3]);
+        fn read<T: Element>(from: &[T], stride: usize, row: &mut [f32]) {
             if stride == 1 {
-                row.iter_mut().zip(from).for_each(|(y, &x)| *y = f(x));
+                T::widen_run(&from[..row.len()], row);
             } else {
-                row.iter_mut().enumerate().for_each(|(i, y)| *y = f(from[i * stride]));
+                row.iter_mut().enumerate().for_each(|(i, y)| *y = from[i * stride].widen());
             }
         }
-        match self.elements {
-            Elements::F32(x) => widen(&x[start..], sd, row, |x| x),
-            Elements::F16(x) => widen(&x[start..], sd, row, f16::to_f32),
-            Elements::Bf16(x) => widen(&x[start..], sd, row, bf16::to_f32),
-        }
+        with_elements!(self.elements, x => read(&x[start..], stride, row));
     }
 
     /// Widens the first `tokens` rows of one head to f32 (exact), row-major [tokens, dim].
+    ///
+    /// # Panics
+    /// When an index is outside the shape or `tokens` is more than the tensor has.
     pub fn read_head(&self, batch: usize, head: usize, tokens: usize) -> Vec<f32> {
-        let d = self.shape[3];
+        let [b, h, n, d] = self.shape;
+        assert!(batch < b && head < h && tokens <= n, "head outside the tensor");
         let mut out = vec![0.0; tokens * d];
-        for (token, row) in out.chunks_exact_mut(d).enumerate() {
-            self.read_row(batch, head, token, row);
+        if out.is_empty() {
+            return out;
+        }
+        let [_, _, sn, sd] = self.strides;
+        if sd == 1 && sn == d {
+            let start = self.start(batch, head, 0);
+            with_elements!(self.elements, x => Element::widen_run(&x[start..][..tokens * d], &mut out));
+        } else {
+            for (token, row) in out.chunks_exact_mut(d).enumerate() {
+                self.read_row(batch, head, token, row);
+            }
         }
         out
+    }
+
+    /// The first NaN or infinity in the order (batch, head, token, channel), and where it is, among the first
+    /// `valid[batch]` tokens of every batch (all of them when absent).
+    ///
+    /// # Panics
+    /// When `valid` does not have a length for every batch, or one is more than the tensor's tokens.
+    pub fn find_nonfinite(&self, valid: Option<&[usize]>) -> Option<([usize; 4], f32)> {
+        let [b, h, n, d] = self.shape;
+        let valid = |batch: usize| valid.map_or(n, |valid| valid[batch]);
+        assert!((0..b).all(|batch| valid(batch) <= n), "more valid tokens than tokens");
+        if self.shape.contains(&0) {
+            return None;
+        }
+        // Almost always everything is finite, and the quickest way to see that is to read the data as it lies in
+        // memory, whatever the strides: also what the view leaves out, unless that is more than the view itself.
+        let size = count(self.shape);
+        if size.is_none_or(|size| self.elements.len() / 2 <= size)
+            && with_elements!(self.elements, x => x.par_chunks(CHUNK).all(all_finite))
+        {
+            return None;
+        }
+        (0..b).into_par_iter().find_map_first(|batch| {
+            (0..h).into_par_iter().find_map_first(|head| {
+                (0..valid(batch)).into_par_iter().with_min_len(64).find_map_first(|token| {
+                    let channel = self.nonfinite_channel(self.start(batch, head, token))?;
+                    let mut row = vec![0.0; d];
+                    self.read_row(batch, head, token, &mut row);
+                    Some(([batch, head, token, channel], row[channel]))
+                })
+            })
+        })
+    }
+
+    /// Channel of the first value that is not finite in the token row that starts at `start`.
+    fn nonfinite_channel(&self, start: usize) -> Option<usize> {
+        let (d, stride) = (self.shape[3], self.strides[3]);
+        fn find<T: Element>(from: &[T], d: usize, stride: usize) -> Option<usize> {
+            if stride == 1 && all_finite(&from[..d]) {
+                return None;
+            }
+            (0..d).find(|channel| !from[channel * stride].is_finite())
+        }
+        with_elements!(self.elements, x => find(&x[start..], d, stride))
     }
 }
 
@@ -205,6 +353,17 @@ pub enum Buffer {
     F16(Vec<f16>),
     /// bfloat16.
     Bf16(Vec<bf16>),
+}
+
+impl Buffer {
+    /// The same elements, borrowed.
+    pub fn elements(&self) -> Elements<'_> {
+        match self {
+            Buffer::F32(x) => Elements::F32(x),
+            Buffer::F16(x) => Elements::F16(x),
+            Buffer::Bf16(x) => Elements::Bf16(x),
+        }
+    }
 }
 
 /// An owned, contiguous tensor of logical shape (batch, heads, tokens, dim).
@@ -259,11 +418,7 @@ impl Tensor {
 
     /// A view of the whole tensor.
     pub fn view(&self) -> TensorView<'_> {
-        let elements = match &self.buffer {
-            Buffer::F32(x) => Elements::F32(x),
-            Buffer::F16(x) => Elements::F16(x),
-            Buffer::Bf16(x) => Elements::Bf16(x),
-        };
+        let elements = self.buffer.elements();
         TensorView { elements, shape: self.shape, strides: self.layout.strides(self.shape) }
     }
 }

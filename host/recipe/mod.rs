@@ -6,7 +6,10 @@
 
 pub mod baselines;
 mod parse;
+mod validate;
 pub mod vc;
+
+pub use parse::{MODIFIERS, Modifier};
 
 use crate::grouping::GroupingConfig;
 

@@ -39,12 +39,7 @@ pub fn vc8_expcast() -> Recipe {
 
 /// E4M3 Q and K with f16 scores: the fastest on Hopper, less accurate than INT8 or FP16.
 pub fn vc8_fp8qk() -> Recipe {
-    Recipe {
-        name: "vc8-fp8qk".into(),
-        qk: QkFormat::E4m3PerHead,
-        scores: ScoreType::F16,
-        ..vc8_expcast()
-    }
+    Recipe { name: "vc8-fp8qk".into(), qk: QkFormat::E4m3PerHead, scores: ScoreType::F16, ..vc8_expcast() }
 }
 
 /// FP16 Q and K with f16 scores and exact exponentials.
