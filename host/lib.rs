@@ -16,6 +16,7 @@ pub mod io;
 pub mod plan;
 pub mod problem;
 pub mod recipe;
+pub mod synth;
 pub mod tensor;
 
 pub use attention::{Report, Run, attend, run, run_on_order};
