@@ -252,7 +252,3 @@ impl Recipe {
         Ok(recipe)
     }
 }
-impl Recipe {
-    /// v
-    pub fn validate(&self) -> Result<()> { Ok(()) }
-}
