@@ -1,0 +1,44 @@
+//! Errors by recipe, on a logarithmic axis.
+
+use std::path::Path;
+
+use super::super::compare::Row;
+use super::super::failure::Result;
+use super::super::table;
+use super::canvas::{Anchor, BLUE, Bar, Canvas, FAINT, Frame, GREY, INK, Scale, WIDTH, draw};
+
+/// Draws the relative errors of `rows`, peers in grey and ours in blue. The exact recipe, whose error is f32
+/// rounding, is a remark: its bar would stretch the axis over four more decades.
+pub fn compare(path: &Path, title: &str, rows: &[Row]) -> Result<()> {
+    draw(path, |canvas| figure(canvas, title, rows))
+}
+
+fn figure(canvas: &Canvas, title: &str, rows: &[Row]) -> Result<()> {
+    canvas.bold("Error of low-bit attention by recipe", (40, 38), 27, INK, Anchor::Left)?;
+    canvas.text(title, (40, 72), 18, FAINT, Anchor::Left)?;
+    canvas.legend((40, 106), &[("peers", GREY), ("VC-Attention (ours)", BLUE)])?;
+    canvas.text("P and V bits after Q and K bits; PSNR behind the error", (WIDTH - 40, 106), 16, FAINT, Anchor::Right)?;
+
+    let bars: Vec<Bar> = rows.iter().filter(|row| !row.is_exact()).map(bar).collect();
+    let longest = bars.iter().map(|bar| bar.label.chars().count()).max().unwrap_or(0);
+    let left = (60 + 9 * longest as i32).clamp(180, 520);
+    let frame = Frame { left, top: 136, right: WIDTH - 230, bottom: 618 };
+    canvas.bars(frame, Scale::log(bars.iter().map(|bar| bar.value)), &bars, |x| table::short(x))?;
+    let below = "relative L2 error against exact attention in f64 (lower is better, logarithmic)";
+    canvas.text(below, (frame.left, 660), 16, INK, Anchor::Left)?;
+    if let Some(exact) = rows.iter().find(|row| row.is_exact()) {
+        let exact = format!("exact in f32: {}", table::ratio(exact.rel_l2));
+        canvas.text(&exact, (WIDTH - 40, 660), 16, FAINT, Anchor::Right)?;
+    }
+    Ok(())
+}
+
+fn bar(row: &Row) -> Bar {
+    Bar {
+        label: format!("{}  {}/{}", row.name, row.bits_qk, row.bits_pv),
+        value: row.rel_l2,
+        text: format!("{}   {}", table::ratio(row.rel_l2), table::decibel(row.psnr_db)),
+        color: if row.is_baseline() { GREY } else { BLUE },
+        bold: false,
+    }
+}
