@@ -220,7 +220,8 @@ fn text(rows: &[Row]) -> String {
     text
 }
 
-fn lowest<'a>(rows: impl Iterator<Item = &'a Row>) -> Option<&'a Row> {
+/// The row with the smallest error.
+pub fn lowest<'a>(rows: impl Iterator<Item = &'a Row>) -> Option<&'a Row> {
     rows.filter(|row| row.rel_l2.is_finite()).min_by(|a, b| a.rel_l2.total_cmp(&b.rel_l2))
 }
 

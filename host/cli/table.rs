@@ -2,13 +2,14 @@
 
 use std::time::Duration;
 
-use comfy_table::{Attribute, Cell, CellAlignment, Color, ContentArrangement, Table, presets};
+use comfy_table::{Attribute, Cell, CellAlignment, Color, ContentArrangement, Table, TableComponent, presets};
 
 /// A table whose first column is text and whose other columns are figures.
 pub fn table(header: &[&str]) -> Table {
     let mut table = Table::new();
     // Colours are always written here and taken out where standard output is not a terminal.
-    table.load_preset(presets::UTF8_HORIZONTAL_ONLY).set_content_arrangement(ContentArrangement::Disabled);
+    table.load_preset(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
+    table.set_style(TableComponent::HeaderLines, '─').set_style(TableComponent::MiddleHeaderIntersections, '─');
     table.enforce_styling();
     table.set_header(header.iter().enumerate().map(|(i, text)| {
         let cell = Cell::new(text).add_attribute(Attribute::Bold);

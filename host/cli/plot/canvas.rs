@@ -1,4 +1,7 @@
 //! What both figures are drawn with: a white sheet, text, axes, horizontal bars.
+//!
+//! The sheet is drawn three times as large and averaged down: letters then sit where they belong, and not on
+//! the next whole pixel.
 
 use std::path::Path;
 use std::sync::Once;
@@ -24,6 +27,9 @@ pub const TEAL: RGBColor = RGBColor(44, 157, 146);
 pub const ORANGE: RGBColor = RGBColor(221, 120, 37);
 
 const FONT: &str = "vca";
+
+/// Drawn pixels per pixel of the figure, along each axis.
+const FINE: i32 = 3;
 
 /// Where a text's given point lies in it.
 #[derive(Clone, Copy)]
@@ -120,13 +126,15 @@ pub fn draw(path: &Path, figure: impl FnOnce(&Canvas) -> Result<()>) -> Result<(
         // A font that cannot be read makes every text fail, with a message.
         let _ = register_font(FONT, FontStyle::Normal, UBUNTU_LIGHT);
     });
-    let mut pixels = vec![255u8; (WIDTH * HEIGHT * 3) as usize];
+    let (width, height) = ((WIDTH * FINE) as u32, (HEIGHT * FINE) as u32);
+    let mut fine = vec![255u8; (width * height * 3) as usize];
     {
-        let area = BitMapBackend::with_buffer(&mut pixels, (WIDTH as u32, HEIGHT as u32)).into_drawing_area();
+        let area = BitMapBackend::with_buffer(&mut fine, (width, height)).into_drawing_area();
         let canvas = Canvas { area };
         figure(&canvas)?;
         canvas.area.present().map_err(failed)?;
     }
+    let pixels = averaged(&fine);
     let mut file = Vec::new();
     let mut encoder = png::Encoder::new(&mut file, WIDTH as u32, HEIGHT as u32);
     encoder.set_color(png::ColorType::Rgb);
@@ -138,34 +146,65 @@ pub fn draw(path: &Path, figure: impl FnOnce(&Canvas) -> Result<()>) -> Result<(
     output::write(path, &file)
 }
 
+/// The mean of every `FINE` x `FINE` pixels.
+fn averaged(fine: &[u8]) -> Vec<u8> {
+    let (n, width) = (FINE as usize, WIDTH as usize);
+    let mut pixels = Vec::with_capacity(fine.len() / (n * n));
+    for rows in fine.chunks_exact(n * n * width * 3) {
+        for x in 0..width {
+            for color in 0..3 {
+                let sum: usize = (0..n * n)
+                    .map(|i| usize::from(rows[((i / n) * width * n + x * n + i % n) * 3 + color]))
+                    .sum();
+                pixels.push(((sum + n * n / 2) / (n * n)) as u8);
+            }
+        }
+    }
+    pixels
+}
+
 fn failed(error: impl std::fmt::Display) -> Failure {
     Failure::failed(format!("plot: {error}"))
 }
 
 impl Canvas<'_> {
     pub fn text(&self, text: &str, at: (i32, i32), size: i32, color: RGBColor, anchor: Anchor) -> Result<()> {
+        self.text_at(text, (at.0 * FINE, at.1 * FINE), size, color, anchor)
+    }
+
+    /// The font has one weight: bold is the same text twice more, a fraction of a pixel on.
+    pub fn bold(&self, text: &str, at: (i32, i32), size: i32, color: RGBColor, anchor: Anchor) -> Result<()> {
+        (0..3).try_for_each(|i| self.text_at(text, (at.0 * FINE + i, at.1 * FINE), size, color, anchor))
+    }
+
+    /// Text at a place in drawn pixels.
+    fn text_at(&self, text: &str, at: (i32, i32), size: i32, color: RGBColor, anchor: Anchor) -> Result<()> {
         let h = match anchor {
             Anchor::Left => HPos::Left,
             Anchor::Center => HPos::Center,
             Anchor::Right => HPos::Right,
         };
-        let style = (FontFamily::Name(FONT), size).into_font().color(&color).pos(Pos::new(h, VPos::Center));
+        let font = (FontFamily::Name(FONT), size * FINE).into_font();
+        let style = font.color(&color).pos(Pos::new(h, VPos::Center));
         self.area.draw(&Text::new(text.to_string(), at, style)).map_err(failed)
     }
 
-    /// The font has one weight: bold is the same text once more, a pixel on.
-    pub fn bold(&self, text: &str, at: (i32, i32), size: i32, color: RGBColor, anchor: Anchor) -> Result<()> {
-        self.text(text, at, size, color, anchor)?;
-        self.text(text, (at.0 + 1, at.1), size, color, anchor)
+    /// Width of a text in pixels.
+    fn width(&self, text: &str, size: i32) -> Result<i32> {
+        let style = (FontFamily::Name(FONT), size * FINE).into_font().color(&INK);
+        Ok(self.area.estimate_text_size(text, &style).map_err(failed)?.0 as i32 / FINE)
     }
 
     pub fn rectangle(&self, frame: Frame, color: RGBColor) -> Result<()> {
-        let corners = [(frame.left, frame.top), (frame.right, frame.bottom)];
-        self.area.draw(&Rectangle::new(corners, color.filled())).map_err(failed)
+        // plotters counts the last pixel in.
+        let first = (frame.left * FINE, frame.top * FINE);
+        let last = ((frame.right * FINE - 1).max(first.0), (frame.bottom * FINE - 1).max(first.1));
+        self.area.draw(&Rectangle::new([first, last], color.filled())).map_err(failed)
     }
 
+    /// A level or upright line, a pixel wide.
     pub fn line(&self, from: (i32, i32), to: (i32, i32), color: RGBColor) -> Result<()> {
-        self.area.draw(&PathElement::new(vec![from, to], color)).map_err(failed)
+        self.rectangle(Frame { left: from.0, top: from.1, right: to.0 + 1, bottom: to.1 + 1 }, color)
     }
 
     /// Coloured squares with names, from `at` to the right.
@@ -173,7 +212,7 @@ impl Canvas<'_> {
         for (name, color) in entries {
             self.rectangle(Frame { left: x, top: y - 6, right: x + 12, bottom: y + 6 }, *color)?;
             self.text(name, (x + 20, y), 16, INK, Anchor::Left)?;
-            x += 44 + 8 * name.chars().count() as i32;
+            x += 44 + self.width(name, 16)?;
         }
         Ok(())
     }
@@ -197,6 +236,10 @@ impl Canvas<'_> {
             if bar.value.is_finite() {
                 self.rectangle(Frame { left: frame.left, top: y - half, right: end, bottom: y + half }, bar.color)?;
             }
+            // The lines of the axis must not run through figures.
+            let width = self.width(&bar.text, size)?;
+            let behind = Frame { left: end + 4, top: y - half, right: end + 16 + width, bottom: y + half };
+            self.rectangle(behind, WHITE)?;
             write(self, &bar.text, (end + 10, y), size, INK, Anchor::Left)?;
         }
         self.line((frame.left, frame.top), (frame.left, frame.bottom), FAINT)

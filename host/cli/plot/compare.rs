@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::super::compare::Row;
+use super::super::compare::{Row, lowest};
 use super::super::failure::Result;
 use super::super::table;
 use super::canvas::{Anchor, BLUE, Bar, Canvas, FAINT, Frame, GREY, INK, Scale, WIDTH, draw};
@@ -17,9 +17,11 @@ fn figure(canvas: &Canvas, title: &str, rows: &[Row]) -> Result<()> {
     canvas.bold("Error of low-bit attention by recipe", (40, 38), 27, INK, Anchor::Left)?;
     canvas.text(title, (40, 72), 18, FAINT, Anchor::Left)?;
     canvas.legend((40, 106), &[("peers", GREY), ("VC-Attention (ours)", BLUE)])?;
-    canvas.text("P and V bits after Q and K bits; PSNR behind the error", (WIDTH - 40, 106), 16, FAINT, Anchor::Right)?;
+    let labels = "recipe, bits of Q and K / P and V | relative L2, PSNR";
+    canvas.text(labels, (WIDTH - 40, 106), 16, FAINT, Anchor::Right)?;
 
-    let bars: Vec<Bar> = rows.iter().filter(|row| !row.is_exact()).map(bar).collect();
+    let lowest = lowest(rows.iter().filter(|row| !row.is_exact())).map_or(f64::NAN, |row| row.rel_l2);
+    let bars: Vec<Bar> = rows.iter().filter(|row| !row.is_exact()).map(|row| bar(row, lowest)).collect();
     let longest = bars.iter().map(|bar| bar.label.chars().count()).max().unwrap_or(0);
     let left = (60 + 9 * longest as i32).clamp(180, 520);
     let frame = Frame { left, top: 136, right: WIDTH - 230, bottom: 618 };
@@ -33,12 +35,12 @@ fn figure(canvas: &Canvas, title: &str, rows: &[Row]) -> Result<()> {
     Ok(())
 }
 
-fn bar(row: &Row) -> Bar {
+fn bar(row: &Row, lowest: f64) -> Bar {
     Bar {
         label: format!("{}  {}/{}", row.name, row.bits_qk, row.bits_pv),
         value: row.rel_l2,
         text: format!("{}   {}", table::ratio(row.rel_l2), table::decibel(row.psnr_db)),
         color: if row.is_baseline() { GREY } else { BLUE },
-        bold: false,
+        bold: row.rel_l2 == lowest,
     }
 }

@@ -31,7 +31,7 @@ fn bar(heads: &[Head], head: &Head, name: String, ratio: f64) -> Bar {
     Bar {
         label: format!("{name}, head {}", head_name(head, heads)),
         value: ratio,
-        text: format!("{ratio:.1}x"),
+        text: format!("{ratio:.2}x"),
         color: ORANGE,
         bold: false,
     }
