@@ -306,11 +306,16 @@ impl<'a> TensorView<'a> {
     /// When `valid` does not have a length for every batch, or one is more than the tensor's tokens.
     pub fn find_nonfinite(&self, valid: Option<&[usize]>) -> Option<([usize; 4], f32)> {
         let [b, h, n, d] = self.shape;
-        let valid = |batch: usize| valid.map_or(n, |valid| valid[batch]);
-        assert!((0..b).all(|batch| valid(batch) <= n), "more valid tokens than tokens");
+        if let Some(valid) = valid {
+            assert!(
+                valid.len() == b && valid.iter().all(|&valid| valid <= n),
+                "valid tokens do not fit the shape"
+            );
+        }
         if self.shape.contains(&0) {
             return None;
         }
+        let valid = |batch: usize| valid.map_or(n, |valid| valid[batch]);
         // Almost always everything is finite, and the quickest way to see that is to read the data as it lies in
         // memory, whatever the strides: also what the view leaves out, unless that is more than the view itself.
         let size = count(self.shape);
