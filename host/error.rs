@@ -66,4 +66,10 @@ pub enum Error {
         /// What was expected and what was found.
         reason: String,
     },
+    /// A GPU, its driver or its memory.
+    #[error("device: {reason}")]
+    Device {
+        /// What was tried and what came of it.
+        reason: String,
+    },
 }

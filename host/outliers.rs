@@ -91,7 +91,11 @@ mod tests {
 
         assert_eq!((found.tokens.len(), found.tokens[0].index), (3, 17));
         approx::assert_relative_eq!(found.tokens[0].value, (8.0f64 * 1600.0).sqrt(), max_relative = 1e-12);
-        approx::assert_relative_eq!(found.tokens[0].over_median.unwrap(), (12800.0f64 / 16.0).sqrt(), max_relative = 1e-12);
+        approx::assert_relative_eq!(
+            found.tokens[0].over_median.unwrap(),
+            (12800.0f64 / 16.0).sqrt(),
+            max_relative = 1e-12
+        );
         assert_eq!(found.tokens[1].index, 0, "equal tokens by index");
         assert_eq!(found.channels[0].index, 5);
         // The heaviest 1% are two tokens: the heavy one and one of the rest.

@@ -74,14 +74,8 @@ pub trait Backend {
     ///
     /// # Errors
     /// When finite inputs overflow f32 on the way, or of the device.
-    fn attend(
-        &self,
-        plan: &Plan,
-        problem: &Problem,
-        q: &Self::Q,
-        k: &Self::K,
-        v: &Self::V,
-    ) -> Result<Output>;
+    fn attend(&self, plan: &Plan, problem: &Problem, q: &Self::Q, k: &Self::K, v: &Self::V)
+    -> Result<Output>;
 
     /// Share of the value energy that the block means hold, averaged over the blocks; absent without demeaning.
     fn mean_share(&self, v: &Self::V) -> Option<f64>;

@@ -88,7 +88,8 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         ));
     }
     let report = run.report;
-    let share = report.mean_share.map_or(String::new(), |s| format!("; block means hold {}", percent(Some(s))));
+    let share =
+        report.mean_share.map_or(String::new(), |s| format!("; block means hold {}", percent(Some(s))));
     print(&format!(
         "{}\n{}: {} (prepare {}, attend {}){share}\n",
         title(&input.name(), &plan.shape),

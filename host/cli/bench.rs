@@ -8,11 +8,11 @@ use vc_attention::recipe::baselines;
 use vc_attention::synth::{Head, Synth};
 use vc_attention::{Layout, Options, Plan, Problem, Recipe, Shape, TensorView};
 
+use super::Machine;
 use super::failure::{Result, note, print};
 use super::input::{numbers, title};
 use super::progress::Progress;
 use super::table::{figure, table, thousands, time};
-use super::Machine;
 
 /// Operations of one call beyond which a CPU needs minutes for a table, and the shape is cut down.
 const CPU_BUDGET: f64 = 5e10;
@@ -94,7 +94,7 @@ impl Call {
 
     /// One head of `tokens` tokens.
     fn cut(&self, tokens: usize) -> Self {
-        Self { batch: 1, heads: 1, grid: grid(tokens), ..self.clone() }
+        Self { name: format!("{} cut down", self.name), batch: 1, heads: 1, grid: grid(tokens), ..*self }
     }
 }
 
@@ -246,9 +246,19 @@ fn measure<B: Backend>(backend: &B, plan: &Plan, problem: &Problem) -> Result<Ti
 
 fn text(rows: &[(&Recipe, Times)], flops: f64) -> String {
     let teraflops = |time: Duration| format!("{:.4}", flops / time.as_secs_f64() / 1e12);
-    let exact = rows.iter().find(|(recipe, _)| **recipe == baselines::exact()).map(|(_, times)| times.whole());
+    let exact =
+        rows.iter().find(|(recipe, _)| **recipe == baselines::exact()).map(|(_, times)| times.whole());
     let mut table = table(&[
-        "recipe", "group", "Q", "K", "V", "attend", "whole call", "TFLOP/s attend", "whole", "vs exact",
+        "recipe",
+        "group",
+        "Q",
+        "K",
+        "V",
+        "attend",
+        "whole call",
+        "TFLOP/s attend",
+        "whole",
+        "vs exact",
     ]);
     for (recipe, times) in rows {
         let mut row = vec![(&recipe.name).into()];
@@ -273,7 +283,8 @@ mod tests {
 
     #[test]
     fn models_and_sizes_are_read() {
-        for (text, tokens) in [("wan2.2", 75_600), ("longcat", 37_400), ("hunyuan", 111_700), ("h3", 73_500)] {
+        for (text, tokens) in [("wan2.2", 75_600), ("longcat", 37_400), ("hunyuan", 111_700), ("h3", 73_500)]
+        {
             assert_eq!(call(text).unwrap().tokens(), tokens);
         }
         let own = call("2,3,1000,64").unwrap();

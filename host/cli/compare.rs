@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Args;
 use serde::Serialize;
 use vc_attention::backend::Backend;
-use vc_attention::fidelity::{self, Metrics, reference};
+use vc_attention::fidelity::{self, ErrorSources, Metrics, error_sources, reference};
 use vc_attention::grouping::TokenOrder;
 use vc_attention::recipe::baselines;
 use vc_attention::tensor::Buffer;
@@ -39,6 +39,9 @@ pub struct Arguments {
     /// Draw the errors as a PNG.
     #[arg(long, value_name = "FILE.png")]
     plot: Option<PathBuf>,
+    /// Also take every error apart (Eq. 2 of the paper); costs two to three times the time.
+    #[arg(long)]
+    sources: bool,
     #[command(flatten)]
     options: InputOptions,
     #[command(flatten)]
@@ -85,6 +88,36 @@ pub struct Row {
     attend_ms: f64,
     /// Over the whole call of the recipe `exact`.
     speedup: f64,
+    /// Where the error comes from, where that was asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    sources: Option<Sources>,
+}
+
+/// Parts of the error, each relative to |o_ref|.
+#[derive(Serialize)]
+struct Sources {
+    /// |(P - P_q) V|
+    probability: f64,
+    /// |P_q (V - V_q)|
+    value: f64,
+    /// |(P - P_q) V_q|
+    probability_on_quantized: f64,
+    /// |P (V - V_q)|
+    value_under_exact: f64,
+    /// Against f64 on the same dequantized operands.
+    kernel: f64,
+}
+
+impl From<ErrorSources> for Sources {
+    fn from(s: ErrorSources) -> Self {
+        Sources {
+            probability: s.probability,
+            value: s.value,
+            probability_on_quantized: s.probability_on_quantized,
+            value_under_exact: s.value_under_exact,
+            kernel: s.kernel,
+        }
+    }
 }
 
 impl Row {
@@ -113,7 +146,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let input = Input::open(arguments.input.as_deref(), &arguments.options)?;
     let problem = input.problem()?;
     let shape = problem.validate()?;
-    let rows = compare(&backend, &problem, &shape, &recipes)?;
+    let rows = compare(&backend, &problem, &shape, &recipes, arguments.sources)?;
 
     let title = title(&input.name(), &shape);
     let report = Report {
@@ -139,11 +172,19 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     json.and(plot)
 }
 
-fn compare<B: Backend>(backend: &B, problem: &Problem, shape: &Shape, recipes: &[Recipe]) -> Result<Vec<Row>> {
+fn compare<B: Backend>(
+    backend: &B,
+    problem: &Problem,
+    shape: &Shape,
+    recipes: &[Recipe],
+    sources: bool,
+) -> Result<Vec<Row>> {
     let options = Options { output: OutputType::F32, lse: false };
     // All recipes are checked before any of the long work.
-    let plans: Vec<Plan> =
-        recipes.iter().map(|recipe| Plan::new(problem, recipe, options)).collect::<Result<_, vc_attention::Error>>()?;
+    let plans: Vec<Plan> = recipes
+        .iter()
+        .map(|recipe| Plan::new(problem, recipe, options))
+        .collect::<Result<_, vc_attention::Error>>()?;
     for plan in plans.iter().filter(|plan| plan.recipe.grouping.order == TokenOrder::Cube) {
         backend.group(plan, problem, None)?; // cheap, and fails without a grid
     }
@@ -152,7 +193,8 @@ fn compare<B: Backend>(backend: &B, problem: &Problem, shape: &Shape, recipes: &
     let reference = reference::attention(problem, shape);
     progress.step();
     progress.at("exact");
-    let exact = vc_attention::run(backend, &Plan::new(problem, &baselines::exact(), options)?, problem, None)?;
+    let exact =
+        vc_attention::run(backend, &Plan::new(problem, &baselines::exact(), options)?, problem, None)?;
     progress.step();
 
     let mut rows = Vec::new();
@@ -165,8 +207,10 @@ fn compare<B: Backend>(backend: &B, problem: &Problem, shape: &Shape, recipes: &
             fresh = vc_attention::run(backend, &plan, problem, None)?;
             &fresh
         };
-        let Metrics { rel_l2, rmse, cosine, psnr_db, max_abs } = fidelity::compare(&run.output.o.view(), &reference.o);
+        let Metrics { rel_l2, rmse, cosine, psnr_db, max_abs } =
+            fidelity::compare(&run.output.o.view(), &reference.o);
         let report = run.report;
+        let sources = sources.then(|| error_sources(problem, &plan.recipe, &reference)).transpose()?;
         rows.push(Row {
             bits_qk: plan.recipe.bits_qk(),
             bits_pv: plan.recipe.bits_pv(),
@@ -182,6 +226,7 @@ fn compare<B: Backend>(backend: &B, problem: &Problem, shape: &Shape, recipes: &
             prepare_ms: milliseconds(report.group + report.prepare),
             attend_ms: milliseconds(report.attend),
             speedup: exact.report.total().as_secs_f64() / report.total().as_secs_f64(),
+            sources: sources.map(Into::into),
         });
         progress.step();
     }
@@ -197,7 +242,8 @@ fn rounded(o: &Tensor, problem: &Problem) -> Tensor {
 }
 
 fn text(rows: &[Row]) -> String {
-    let mut table = table(&["recipe", "QK/PV", "rel L2", "cosine", "PSNR", "block means", "time", "vs exact"]);
+    let mut table =
+        table(&["recipe", "QK/PV", "rel L2", "cosine", "PSNR", "block means", "time", "vs exact"]);
     let lowest = lowest(rows.iter().filter(|row| !row.is_exact()));
     for row in rows {
         let error = figure(ratio(row.rel_l2));
@@ -213,11 +259,26 @@ fn text(rows: &[Row]) -> String {
         ]);
     }
     let mut text = format!("{table}\n");
+    if rows.iter().any(|row| row.sources.is_some()) {
+        text += &format!("\n{}\n\n", sources_text(rows));
+    }
     for bits in [8, 4] {
         text.extend(verdict(rows, bits));
     }
     text += "Times are of an emulation on the CPU: they say nothing about speed on a GPU.\n";
     text
+}
+
+/// The two ways to part an error into probabilities and values, and what is the kernel's own.
+fn sources_text(rows: &[Row]) -> comfy_table::Table {
+    let mut table =
+        table(&["error from", "(P - Pq) V", "Pq (V - Vq)", "(P - Pq) Vq", "P (V - Vq)", "kernel"]);
+    for row in rows {
+        let Some(s) = &row.sources else { continue };
+        let parts = [s.probability, s.value, s.probability_on_quantized, s.value_under_exact, s.kernel];
+        table.add_row([vec![(&row.name).into()], parts.map(|x| figure(ratio(x))).to_vec()].concat());
+    }
+    table
 }
 
 /// The row with the smallest error.

@@ -29,7 +29,8 @@ pub struct Arguments {
 #[derive(Serialize)]
 struct Report {
     version: &'static str,
-    target: String,
+    target: &'static str,
+    rustc: &'static str,
     backend: &'static str,
     device: String,
     cpu_features: Vec<&'static str>,
@@ -74,7 +75,8 @@ fn report() -> Result<Report> {
     }
     Ok(Report {
         version: env!("CARGO_PKG_VERSION"),
-        target: format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS),
+        target: env!("VCA_TARGET"),
+        rustc: env!("VCA_RUSTC"),
         backend: Cpu.name(),
         device: Cpu.device(),
         cpu_features: cpu_features(),
@@ -125,7 +127,7 @@ fn cpu_features() -> Vec<&'static str> {
 
 fn text(report: &Report) -> String {
     let lines = [
-        ("version", format!("vca {} for {}", report.version, report.target)),
+        ("version", format!("vca {} for {}, {}", report.version, report.target, report.rustc)),
         ("backend", format!("{}: {}", report.backend, report.device)),
         ("processor", report.cpu_features.join(", ")),
         ("cuda", if report.cuda.built { "built in" } else { "not in this build" }.into()),

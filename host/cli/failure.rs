@@ -63,7 +63,10 @@ impl Failure {
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         let hint = hint(&error);
-        let failure = Failure::usage(error.to_string());
+        let failure = match error {
+            Error::Device { .. } => Failure::failed(error.to_string()),
+            _ => Failure::usage(error.to_string()),
+        };
         match hint {
             Some(hint) => failure.with_hint(hint),
             None => failure,

@@ -100,17 +100,17 @@ impl<'a> Input<'a> {
 /// Name and shape of an input in one line.
 pub fn title(name: &str, shape: &vc_attention::Shape) -> String {
     let s = shape;
+    let count = |n: usize, what: &str| format!("{} {what}{}", thousands(n), if n == 1 { "" } else { "s" });
     let heads = if s.q_heads == s.kv_heads {
-        format!("{} heads", s.q_heads)
+        count(s.q_heads, "head")
     } else {
-        format!("{} heads on {}", s.q_heads, s.kv_heads)
+        format!("{} on {}", count(s.q_heads, "query head"), s.kv_heads)
     };
     let tokens = if s.q_tokens == s.kv_tokens {
-        format!("{} tokens", thousands(s.q_tokens))
+        count(s.q_tokens, "token")
     } else {
         format!("{} queries on {} keys", thousands(s.q_tokens), thousands(s.kv_tokens))
     };
     let batch = if s.batch == 1 { String::new() } else { format!("batch {}, ", s.batch) };
     format!("{name}: {batch}{heads}, {tokens}, head_dim {}", s.head_dim)
 }
-

@@ -99,8 +99,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let heads = inspect(&problem, &shape, arguments.machine.seed)?;
 
     let title = title(&input.name(), &shape);
-    let report =
-        Report { input: input.name(), grid: problem.grid, mean_share: average(&heads), heads };
+    let report = Report { input: input.name(), grid: problem.grid, mean_share: average(&heads), heads };
     let json = arguments.json.as_ref().map_or(Ok(()), |path| output::write_json(path, &report));
     let plot = arguments.plot.as_ref().map_or(Ok(()), |path| plot::inspect(path, &title, &report.heads));
     print(&format!("{title}\n\n{}", text(&report)))?;
@@ -146,7 +145,11 @@ fn inspect(problem: &Problem, shape: &Shape, seed: u64) -> Result<Vec<Head>> {
             channels: found
                 .channels
                 .iter()
-                .map(|&Weight { index: channel, value: rms, over_median }| Channel { channel, rms, over_median })
+                .map(|&Weight { index: channel, value: rms, over_median }| Channel {
+                    channel,
+                    rms,
+                    over_median,
+                })
                 .collect(),
         };
         progress.step();
@@ -225,11 +228,17 @@ fn text(report: &Report) -> String {
         tokens.add_row([vec![token_name(token).into()], cells.to_vec()].concat());
     }
     let mut channels = table(&["heaviest channels", "head", "over median RMS"]);
-    for (head, channel, ratio) in heaviest(&report.heads, |head| &head.channels, |channel| channel.over_median) {
+    for (head, channel, ratio) in
+        heaviest(&report.heads, |head| &head.channels, |channel| channel.over_median)
+    {
         let cells = [head_name(head, &report.heads), times(Some(ratio))].map(figure);
         channels.add_row([vec![channel.channel.to_string().into()], cells.to_vec()].concat());
     }
-    let grid = if report.grid.is_some() { "" } else { "No grid is known, so there are no cubes: give --grid T,H,W.\n" };
+    let grid = if report.grid.is_some() {
+        ""
+    } else {
+        "No grid is known, so there are no cubes: give --grid T,H,W.\n"
+    };
     format!(
         "Share of the value energy that the means of blocks of 128 tokens remove, by token order\n{shares}\n{grid}\n\
          {tokens}\n\n{channels}\n"

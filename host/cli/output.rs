@@ -9,7 +9,8 @@ use super::failure::{Failure, Result};
 
 /// Refuses outputs that are the input, that are each other, or that cannot be written.
 pub fn check(input: Option<&Path>, outputs: &[Option<&PathBuf>]) -> Result<()> {
-    let mut taken: Vec<(PathBuf, &str)> = input.and_then(place).map(|place| (place, "the input")).into_iter().collect();
+    let mut taken: Vec<(PathBuf, &str)> =
+        input.and_then(place).map(|place| (place, "the input")).into_iter().collect();
     for output in outputs.iter().flatten() {
         let Some(place) = place(output) else {
             let what = if output.is_dir() { "is a directory" } else { "there is no such directory" };
@@ -43,7 +44,8 @@ pub fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
 
 /// A value as JSON.
 pub fn json(value: &impl Serialize) -> Result<String> {
-    let text = serde_json::to_string_pretty(value).map_err(|error| Failure::failed(format!("JSON: {error}")))?;
+    let text =
+        serde_json::to_string_pretty(value).map_err(|error| Failure::failed(format!("JSON: {error}")))?;
     Ok(text + "\n")
 }
 

@@ -2,14 +2,18 @@
 
 use std::time::Duration;
 
-use comfy_table::{Attribute, Cell, CellAlignment, Color, ContentArrangement, Table, TableComponent, presets};
+use comfy_table::{
+    Attribute, Cell, CellAlignment, Color, ContentArrangement, Table, TableComponent, presets,
+};
 
 /// A table whose first column is text and whose other columns are figures.
 pub fn table(header: &[&str]) -> Table {
     let mut table = Table::new();
     // Colours are always written here and taken out where standard output is not a terminal.
     table.load_preset(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
-    table.set_style(TableComponent::HeaderLines, '─').set_style(TableComponent::MiddleHeaderIntersections, '─');
+    table
+        .set_style(TableComponent::HeaderLines, '─')
+        .set_style(TableComponent::MiddleHeaderIntersections, '─');
     table.enforce_styling();
     table.set_header(header.iter().enumerate().map(|(i, text)| {
         let cell = Cell::new(text).add_attribute(Attribute::Bold);
@@ -93,9 +97,15 @@ mod tests {
 
     #[test]
     fn figures_read_well() {
-        assert_eq!([ratio(0.0), ratio(0.00412), ratio(4.2e-8), ratio(f64::NAN)], ["0.00000", "0.00412", "4.2e-8", "-"]);
+        assert_eq!(
+            [ratio(0.0), ratio(0.00412), ratio(4.2e-8), ratio(f64::NAN)],
+            ["0.00000", "0.00412", "4.2e-8", "-"]
+        );
         assert_eq!([percent(Some(0.4584)), percent(None)], ["45.8%", "-"]);
-        assert_eq!([thousands(7), thousands(4096), thousands(75_600), thousands(1_000_000)], ["7", "4,096", "75,600", "1,000,000"]);
+        assert_eq!(
+            [thousands(7), thousands(4096), thousands(75_600), thousands(1_000_000)],
+            ["7", "4,096", "75,600", "1,000,000"]
+        );
         let texts = [40e-6, 0.0123, 0.234, 1.5, 300.0, 9000.0].map(|s| time(Duration::from_secs_f64(s)));
         assert_eq!(texts, ["40 us", "12.3 ms", "234 ms", "1.50 s", "5 min", "2.5 h"]);
     }

@@ -1,6 +1,9 @@
 //! How far an attention output is from the reference, and where the distance comes from.
 
 pub mod reference;
+mod sources;
+
+pub use sources::{ErrorSources, error_sources};
 
 use crate::tensor::TensorView;
 

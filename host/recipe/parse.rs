@@ -1,5 +1,7 @@
 //! `NAME[+MODIFIER=VALUE]...` to a [`Recipe`].
 
+use kernels_gpu::numerics::expcast::PACKED_BETA;
+
 use super::*;
 use crate::error::{Error, Result};
 use crate::grouping::TokenOrder;
@@ -150,7 +152,7 @@ const P: Names<Probabilities> = &[
     ("f32", Probabilities::F32),
     ("e4m3", Probabilities::E4m3 { peak: 256.0 }),
     ("e4m3-448", Probabilities::E4m3 { peak: 448.0 }),
-    ("expcast", Probabilities::ExpCast { beta: vc::BETA, encoder: Encoder::Packed }),
+    ("expcast", Probabilities::ExpCast { beta: PACKED_BETA, encoder: Encoder::Packed }),
     ("nvfp4", Probabilities::Nvfp4),
 ];
 

@@ -1,13 +1,8 @@
 //! The recipes of VC-Attention (arXiv 2609.15810) and ours on top of it.
 
+use kernels_gpu::numerics::expcast::PACKED_BETA;
+
 use super::*;
-
-/// Our ExpCast offset, in codes: the smallest multiple of 1/64 above -0.5, so that the row maximum keeps code
-/// 120 for every f16 maximum below 1024 code units.
-pub const BETA: f32 = -0.484375;
-
-/// The paper's ExpCast offset (Eq. 7), the minimax centring of the log error.
-pub const PAPER_BETA: f32 = -0.35;
 
 /// V-Smooth with INT8 Q and K and exact exponentials: the paper's most faithful 8-bit configuration.
 pub fn vc8() -> Recipe {
@@ -31,7 +26,7 @@ pub fn vc8() -> Recipe {
 pub fn vc8_expcast() -> Recipe {
     Recipe {
         name: "vc8-expcast".into(),
-        p: Probabilities::ExpCast { beta: BETA, encoder: Encoder::Packed },
+        p: Probabilities::ExpCast { beta: PACKED_BETA, encoder: Encoder::Packed },
         row_sums: RowSums::Decoded,
         ..vc8()
     }
@@ -51,7 +46,7 @@ pub fn vc16() -> Recipe {
 pub fn vc16_expcast() -> Recipe {
     Recipe {
         name: "vc16-expcast".into(),
-        p: Probabilities::ExpCast { beta: BETA, encoder: Encoder::Packed },
+        p: Probabilities::ExpCast { beta: PACKED_BETA, encoder: Encoder::Packed },
         row_sums: RowSums::Decoded,
         ..vc16()
     }

@@ -10,7 +10,10 @@
 //! - [`numerics`]: what happens to values: ExpCast, exp2, Hadamard, RoPE, means, code units.
 //! - [`layout`]: where values lie: token order inside 16, swizzle, tile sizes, scale groups.
 #![no_std]
+#![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, asm_experimental_arch))]
 
 pub mod formats;
+pub mod kernels;
 pub mod layout;
 pub mod numerics;
+pub mod ptx;

@@ -73,12 +73,8 @@ pub fn attend_tile(
     let keys = k.codes.len() / plan.qk_dim;
     let numerator = &mut ws.numerator[..rows * dim];
     numerator.fill(0.0);
-    let mut state = Rows {
-        max: [f32::NEG_INFINITY; TILE],
-        sum: [0.0; TILE],
-        alpha: [0.0; TILE],
-        block_sum: [0.0; TILE],
-    };
+    let mut state =
+        Rows { max: [f32::NEG_INFINITY; TILE], sum: [0.0; TILE], alpha: [0.0; TILE], block_sum: [0.0; TILE] };
     for start in (0..keys).step_by(BLOCK) {
         let valid = BLOCK.min(keys - start);
         score_block(plan, scores, q, k, [first, rows], [start, valid], &mut ws.p, &mut ws.step);
@@ -200,14 +196,7 @@ fn peak(p: &Probabilities) -> f32 {
 }
 
 /// Scores of one block to probabilities, in place; updates maxima, rescale factors and sums.
-fn softmax_block(
-    plan: &Plan,
-    scores: ScoreType,
-    rows: usize,
-    valid: usize,
-    s: &mut [f32],
-    state: &mut Rows,
-) {
+fn softmax_block(plan: &Plan, scores: ScoreType, rows: usize, valid: usize, s: &mut [f32], state: &mut Rows) {
     let (format, row_sums) = (plan.recipe.p, plan.recipe.row_sums);
     let peak = peak(&format);
     vectorized(|| {

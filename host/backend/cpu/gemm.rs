@@ -22,7 +22,10 @@ impl<'a, T> Matrix<'a, T> {
     }
 
     fn assert_holds(&self, m: usize, n: usize) {
-        assert!(m == 0 || n == 0 || (m - 1) * self.row + (n - 1) * self.col < self.data.len(), "matrix outside its slice");
+        assert!(
+            m == 0 || n == 0 || (m - 1) * self.row + (n - 1) * self.col < self.data.len(),
+            "matrix outside its slice"
+        );
     }
 }
 

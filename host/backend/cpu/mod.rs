@@ -133,14 +133,7 @@ impl Backend for Cpu {
         Ok(Values { heads })
     }
 
-    fn attend(
-        &self,
-        plan: &Plan,
-        problem: &Problem,
-        q: &Queries,
-        k: &Keys,
-        v: &Values,
-    ) -> Result<Output> {
+    fn attend(&self, plan: &Plan, problem: &Problem, q: &Queries, k: &Keys, v: &Values) -> Result<Output> {
         let shape = plan.shape;
         let (group, d) = (shape.q_heads / shape.kv_heads, shape.head_dim);
         let rows = shape.batch * shape.q_heads * shape.q_tokens;
@@ -156,7 +149,8 @@ impl Backend for Cpu {
                 let scores = plan.recipe.scores;
                 let saturated = keys.saturated || heads.iter().any(|q| q.saturated);
                 if !saturated {
-                    let max_score = attend_group(plan, problem, index, scores, Operands { q: heads, k: keys, v }, o, lse);
+                    let max_score =
+                        attend_group(plan, problem, index, scores, Operands { q: heads, k: keys, v }, o, lse);
                     // A NaN, from scores that overflowed, counts as out of range.
                     if scores == ScoreType::F32 || max_score < F16_SCORE_LIMIT {
                         return Observed { max_score, f32_fallbacks: 0 };
@@ -165,8 +159,15 @@ impl Backend for Cpu {
                 let (heads, balance) = Self::queries_of_group(plan, problem, index, ScoreType::F32);
                 let at = batch_head(index, shape.kv_heads);
                 let keys = prepare::k_head(plan, problem, at, &k.order[index], ScoreType::F32, balance);
-                let max_score =
-                    attend_group(plan, problem, index, ScoreType::F32, Operands { q: &heads, k: &keys, v }, o, lse);
+                let max_score = attend_group(
+                    plan,
+                    problem,
+                    index,
+                    ScoreType::F32,
+                    Operands { q: &heads, k: &keys, v },
+                    o,
+                    lse,
+                );
                 Observed { max_score, f32_fallbacks: 1 }
             })
             .reduce(Observed::default, |a, b| Observed {
@@ -184,6 +185,71 @@ impl Backend for Cpu {
     fn mean_share(&self, v: &Values) -> Option<f64> {
         let shares: Vec<f64> = v.heads.iter().flat_map(|v| v.shares.iter().copied()).collect();
         (!shares.is_empty()).then(|| shares.iter().sum::<f64>() / shares.len() as f64)
+    }
+}
+
+/// What the low-bit operands of one query head stand for, in f64.
+#[derive(Clone, Debug)]
+pub struct Dequantized {
+    /// Queries, [q_tokens, qk_dim]; q k^T comes out in nats, the scale included.
+    pub q: Vec<f64>,
+    /// Keys in grouped order, [kv_len, qk_dim].
+    pub k: Vec<f64>,
+    /// Values in grouped order, block means restored, [kv_len, head_dim].
+    pub v: Vec<f64>,
+    /// Channels of q and k: twice the plan's where Q's block means are kept apart.
+    pub qk_dim: usize,
+}
+
+impl Cpu {
+    /// The values that the kernel's operands stand for, for one query head: what separates the error of the
+    /// kernel from the error of the method.
+    pub fn dequantized(
+        &self,
+        plan: &Plan,
+        [batch, q_head]: [usize; 2],
+        q: &Queries,
+        k: &Keys,
+        v: &Values,
+    ) -> Dequantized {
+        let index = batch * plan.shape.kv_heads + plan.shape.kv_head(q_head);
+        let q = &q.heads[batch * plan.shape.q_heads + q_head];
+        let (k, v) = (&k.heads[index], &v.heads[index]);
+        let (dim, v_dim, d) = (plan.qk_dim, plan.v_dim, plan.shape.head_dim);
+        let keys = k.codes.len() / dim;
+        let scaled = |codes: &[f32], factor: &[f32], extra: &dyn Fn(usize) -> Vec<f64>| {
+            let rows = codes.chunks_exact(dim).enumerate();
+            rows.flat_map(|(i, row)| {
+                let f = factor.get(i).map_or(1.0, |&f| f64::from(f));
+                let row: Vec<f64> = row.iter().map(|&x| f64::from(x) * f).collect();
+                [row, extra(i)].concat()
+            })
+            .collect::<Vec<f64>>()
+        };
+        let nats = f64::from(kernels_gpu::numerics::units::NATS);
+        let scale = f64::from(plan.scale);
+        let widen = |x: &[f32], f: f64| x.iter().map(|&x| f64::from(x) * f).collect::<Vec<f64>>();
+        let mut q64 = scaled(&q.codes, &q.factor, &|i| {
+            // These means are in the units of q: nats and code units differ by the factor taken out below.
+            q.block_means.chunks_exact(dim).nth(i / TILE).map_or(Vec::new(), |m| widen(m, scale / nats))
+        });
+        q64.iter_mut().for_each(|x| *x *= nats);
+        let k64 = scaled(&k.codes, &k.factor, &|i| {
+            k.unquantized.chunks_exact(dim).nth(i).map_or(Vec::new(), |k| widen(k, 1.0))
+        });
+        let mut values = v.codes[..keys * v_dim].to_vec();
+        for (i, row) in values.chunks_exact_mut(v_dim).enumerate() {
+            let mean = v.means.chunks_exact(v_dim).nth(i / BLOCK);
+            for (c, x) in row.iter_mut().enumerate() {
+                *x = (*x + mean.map_or(0.0, |m| m[c])) * v.scale[c];
+            }
+        }
+        if plan.recipe.rotate_v {
+            prepare::rotate_rows(&mut values, v_dim);
+        }
+        let v64 = values.chunks_exact(v_dim).flat_map(|row| widen(&row[..d], 1.0)).collect();
+        let qk_dim = if plan.recipe.center_q { 2 * dim } else { dim };
+        Dequantized { q: q64, k: k64, v: v64, qk_dim }
     }
 }
 
@@ -247,7 +313,13 @@ fn attend_group(
 }
 
 /// Gives the LSE back what centring K took: scale * q . mean(k).
-fn add_mean_term(problem: &Problem, [batch, head, first]: [usize; 3], scale: f32, mean: &[f32], lse: &mut [f32]) {
+fn add_mean_term(
+    problem: &Problem,
+    [batch, head, first]: [usize; 3],
+    scale: f32,
+    mean: &[f32],
+    lse: &mut [f32],
+) {
     let mut q = vec![0.0; mean.len()];
     for (row, lse) in lse.iter_mut().enumerate() {
         problem.q.read_row(batch, head, first + row, &mut q);

@@ -207,7 +207,9 @@ pub fn v_head(plan: &Plan, problem: &Problem, [batch, head]: [usize; 2], order: 
             }
             vectorized(|| {
                 for row in block.chunks_exact(dim) {
-                    amax.iter_mut().zip(row.iter().zip(&*m)).for_each(|(a, (x, m))| *a = a.max((x - m).abs()));
+                    amax.iter_mut()
+                        .zip(row.iter().zip(&*m))
+                        .for_each(|(a, (x, m))| *a = a.max((x - m).abs()));
                 }
                 amax_mean.iter_mut().zip(&*m).for_each(|(a, m)| *a = a.max(m.abs()));
             });
@@ -222,16 +224,16 @@ pub fn v_head(plan: &Plan, problem: &Problem, [batch, head]: [usize; 2], order: 
     let head_amax = amax.iter().copied().fold(0.0, f32::max);
     v.scale = match plan.recipe.v {
         VFormat::F32 | VFormat::Nvfp4 => vec![1.0; dim],
-        VFormat::E4m3PerChannel => {
-            amax.iter().zip(&amax_mean).map(|(&a, &m)| v_scale(a, m)).collect()
-        }
+        VFormat::E4m3PerChannel => amax.iter().zip(&amax_mean).map(|(&a, &m)| v_scale(a, m)).collect(),
         VFormat::E4m3PerHead => vec![v_scale(head_amax, amax_mean.iter().copied().fold(0.0, f32::max)); dim],
     };
     // The residual is taken against the mean as it is stored, so that restoring it is exact.
     if plan.recipe.demean {
         for (block, m) in x[..valid].chunks_mut(BLOCK * dim).zip(v.means.chunks_exact_mut(dim)) {
             if plan.recipe.v != VFormat::F32 {
-                m.iter_mut().zip(&v.scale).for_each(|(m, s)| *m = f16::round((*m / s).clamp(-65504.0, 65504.0)));
+                m.iter_mut()
+                    .zip(&v.scale)
+                    .for_each(|(m, s)| *m = f16::round((*m / s).clamp(-65504.0, 65504.0)));
             }
             let stored: Vec<f32> = m.iter().zip(&v.scale).map(|(m, s)| m * s).collect();
             vectorized(|| block.chunks_exact_mut(dim).for_each(|row| subtract(row, &stored)));
@@ -302,7 +304,13 @@ fn quantize_rows(x: &mut [f32], dim: usize, format: QkFormat, int8_group: fn(usi
             QkFormat::E4m3PerBlock | QkFormat::E4m3PerHead => amax / e4m3::MAX,
             QkFormat::Nvfp4 => nvfp4::tensor_scale(amax),
             // A power of two that keeps the head inside binary16, for heads beyond the range of f16 scores.
-            QkFormat::F16 => if amax.is_normal() { (amax.log2().floor() - 14.0).exp2() } else { 1.0 },
+            QkFormat::F16 => {
+                if amax.is_normal() {
+                    (amax.log2().floor() - 14.0).exp2()
+                } else {
+                    1.0
+                }
+            }
             QkFormat::F32 => 1.0,
         })
         .collect();

@@ -99,7 +99,8 @@ impl Scale {
         match self {
             Scale::Linear { max } => {
                 let magnitude = 10f64.powf((max / 5.0).log10().floor());
-                let step = [1.0, 2.0, 5.0, 10.0].map(|x| x * magnitude).into_iter().find(|step| max / step <= 6.0);
+                let step =
+                    [1.0, 2.0, 5.0, 10.0].map(|x| x * magnitude).into_iter().find(|step| max / step <= 6.0);
                 let step = step.unwrap_or(max);
                 (0..).map(|i| f64::from(i) * step).take_while(|x| *x <= max * 1.0001).collect()
             }
@@ -234,7 +235,10 @@ impl Canvas<'_> {
             let write = if bar.bold { Self::bold } else { Self::text };
             write(self, &bar.label, (frame.left - 12, y), size, INK, Anchor::Right)?;
             if bar.value.is_finite() {
-                self.rectangle(Frame { left: frame.left, top: y - half, right: end, bottom: y + half }, bar.color)?;
+                self.rectangle(
+                    Frame { left: frame.left, top: y - half, right: end, bottom: y + half },
+                    bar.color,
+                )?;
             }
             // The lines of the axis must not run through figures.
             let width = self.width(&bar.text, size)?;

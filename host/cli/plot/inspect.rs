@@ -20,8 +20,9 @@ pub fn inspect(path: &Path, title: &str, heads: &[Head]) -> Result<()> {
         let frame = Frame { left: 870, top: 140, right: 1120, bottom: 360 };
         heavy(canvas, frame, "Heaviest tokens: norm over median", &tokens.collect::<Vec<_>>())?;
         let channels = heaviest(heads, |head| &head.channels, |channel| channel.over_median);
-        let channels =
-            channels.iter().map(|(head, channel, ratio)| bar(heads, head, format!("channel {}", channel.channel), *ratio));
+        let channels = channels
+            .iter()
+            .map(|(head, channel, ratio)| bar(heads, head, format!("channel {}", channel.channel), *ratio));
         let frame = Frame { left: 870, top: 436, right: 1120, bottom: 656 };
         heavy(canvas, frame, "Heaviest channels: RMS over median", &channels.collect::<Vec<_>>())
     })
@@ -50,16 +51,24 @@ fn shares(canvas: &Canvas, heads: &[Head]) -> Result<()> {
         ("cube", TEAL, |head| head.mean_share.cube),
         ("k-means", BLUE, |head| Some(head.mean_share.kmeans)),
     ];
-    let here: Vec<_> = orders.into_iter().filter(|(_, _, share)| heads.iter().any(|h| share(h).is_some())).collect();
+    let here: Vec<_> =
+        orders.into_iter().filter(|(_, _, share)| heads.iter().any(|h| share(h).is_some())).collect();
     canvas.bold("Energy of the values in block means, by token order", (40, 116), 19, INK, Anchor::Left)?;
     canvas.legend((40, 146), &here.iter().map(|(name, color, _)| (*name, *color)).collect::<Vec<_>>())?;
 
     let shown = &heads[..heads.len().min(HEADS)];
-    let scale = Scale::linear(shown.iter().flat_map(|head| here.iter().filter_map(|(_, _, share)| share(head))));
+    let scale =
+        Scale::linear(shown.iter().flat_map(|head| here.iter().filter_map(|(_, _, share)| share(head))));
     let y = |value| frame.bottom - (scale.at(value) * f64::from(frame.bottom - frame.top)).round() as i32;
     for tick in scale.ticks() {
         canvas.line((frame.left, y(tick)), (frame.right, y(tick)), LINE)?;
-        canvas.text(&format!("{:.0}%", tick * 100.0), (frame.left - 10, y(tick)), 15, FAINT, Anchor::Right)?;
+        canvas.text(
+            &format!("{:.0}%", tick * 100.0),
+            (frame.left - 10, y(tick)),
+            15,
+            FAINT,
+            Anchor::Right,
+        )?;
     }
     let pitch = f64::from(frame.right - frame.left) / shown.len() as f64;
     let width = (pitch * 0.78 / here.len() as f64).min(70.0);
@@ -69,7 +78,8 @@ fn shares(canvas: &Canvas, heads: &[Head]) -> Result<()> {
         for (j, (_, color, share)) in here.iter().enumerate() {
             let Some(share) = share(head) else { continue };
             let left = (first + width * j as f64) as i32;
-            let bar = Frame { left: left + 1, top: y(share), right: left + width as i32 - 1, bottom: frame.bottom };
+            let bar =
+                Frame { left: left + 1, top: y(share), right: left + width as i32 - 1, bottom: frame.bottom };
             canvas.rectangle(bar, *color)?;
             if width > 30.0 {
                 let above = (left + width as i32 / 2, y(share) - 12);

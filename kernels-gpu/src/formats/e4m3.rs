@@ -45,8 +45,8 @@ pub fn decode_magnitude(code: u32) -> f32 {
 pub fn round(x: f32) -> f32 {
     let bits = x.to_bits() as i32;
     let value = snap::<3, -6>(saturated(bits)).value;
-    let value = if bits & MAGNITUDE > EXPONENT { f32::NAN } else { value };
-    f32::from_bits(value.to_bits() | (bits as u32 & 0x8000_0000))
+    let value = f32::from_bits(value.to_bits() | (bits & !MAGNITUDE) as u32);
+    if bits & MAGNITUDE > EXPONENT { f32::NAN } else { value }
 }
 
 /// The magnitude of the float with these bits, at most 448 (NaN too: the callers select it away).

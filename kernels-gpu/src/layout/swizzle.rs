@@ -15,5 +15,5 @@ pub const PERIOD_ROWS: usize = 8;
 /// The offset of byte `column` (below 128) of row `row` from the base of its tile.
 #[inline(always)]
 pub const fn offset(row: usize, column: usize) -> usize {
-    row * ROW_BYTES + (column ^ row % PERIOD_ROWS * CHUNK_BYTES)
+    row * ROW_BYTES + (column ^ (row % PERIOD_ROWS * CHUNK_BYTES))
 }
