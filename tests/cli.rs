@@ -195,7 +195,7 @@ fn compare_prints_a_table_and_writes_json_and_a_figure() {
         assert!(recipe["bits_qk"].is_u64() && recipe["bits_pv"].is_u64());
         approx::assert_relative_eq!(figure("rmse"), figure("rel_l2").powi(2), max_relative = 1e-9);
         assert_eq!(figure("rel_l2_out"), figure("rel_l2"), "f32 in, f32 out");
-        let least = if recipe["bits_pv"] == 4 { (0.95, 15.0) } else { (0.999, 30.0) };
+        let least = if recipe["bits_pv"] == 4 { (0.95, 15.0) } else { (0.99, 30.0) };
         assert!(figure("cosine") > least.0 && figure("psnr_db") > least.1, "{recipe}");
         assert!(figure("max_abs") > 0.0);
         let time = figure("prepare_ms") + figure("attend_ms");

@@ -242,8 +242,7 @@ fn rounded(o: &Tensor, problem: &Problem) -> Tensor {
 }
 
 fn text(rows: &[Row]) -> String {
-    let mut table =
-        table(&["recipe", "QK/PV", "rel L2", "cosine", "PSNR", "block means", "time", "vs exact"]);
+    let mut table = table(&["recipe", "QK/PV", "rel L2", "cosine", "PSNR", "mean share", "time", "vs exact"]);
     let lowest = lowest(rows.iter().filter(|row| !row.is_exact()));
     for row in rows {
         let error = figure(ratio(row.rel_l2));
@@ -293,9 +292,13 @@ fn verdict(rows: &[Row], bits: u32) -> Option<String> {
     };
     let (ours, peer) = (best(false)?, best(true)?);
     let factor = peer.rel_l2 / ours.rel_l2;
-    let (factor, word) = if factor >= 1.0 { (factor, "below") } else { (1.0 / factor, "above") };
+    let beside = match factor {
+        x if x >= 1.005 => format!("{x:.2}x below"),
+        x if x <= 0.995 => format!("{:.2}x above", 1.0 / x),
+        _ => "level with".into(),
+    };
     Some(format!(
-        "P and V in {bits} bits: lowest error {} of ours with {}, {factor:.2}x {word} the best peer, {} with {}.\n",
+        "P and V in {bits} bits: lowest error {} of ours with {}, {beside} the best peer, {} with {}.\n",
         ratio(ours.rel_l2),
         ours.name,
         ratio(peer.rel_l2),

@@ -171,11 +171,11 @@ fn average(heads: &[Head]) -> Share {
 }
 
 /// The heaviest tokens or channels over all heads, by their ratio to the median of their head.
-pub fn heaviest<'a, T>(
-    heads: &'a [Head],
+pub fn heaviest<T>(
+    heads: &[Head],
     items: fn(&Head) -> &[T],
     ratio: fn(&T) -> Option<f64>,
-) -> Vec<(&'a Head, &'a T, f64)> {
+) -> Vec<(&Head, &T, f64)> {
     let mut all: Vec<_> = heads
         .iter()
         .flat_map(|head| items(head).iter().map(move |item| (head, item)))

@@ -82,7 +82,9 @@ impl Scale {
         if max == 0.0 {
             return Scale::Log { min: 1e-4, max: 1.0 };
         }
-        Scale::Log { min: min / 3.0, max: max * 1.1 }
+        let max = max * 1.1;
+        // A decade at least: less has hardly a round number in it.
+        Scale::Log { min: (min / 3.0).min(max / 10.0), max }
     }
 
     /// Position of a value, 0 to 1.
@@ -190,8 +192,18 @@ impl Canvas<'_> {
         self.area.draw(&Text::new(text.to_string(), at, style)).map_err(failed)
     }
 
+    /// What the figure shows, and of what; the latter loses its beginning (folders) where it is too long.
+    pub fn title(&self, title: &str, of: &str) -> Result<()> {
+        self.bold(title, (40, 38), 27, INK, Anchor::Left)?;
+        let mut shown = of.to_string();
+        while self.width(&shown, 18)? > WIDTH - 80 {
+            shown = format!("...{}", shown.chars().skip(13).collect::<String>());
+        }
+        self.text(&shown, (40, 72), 18, FAINT, Anchor::Left)
+    }
+
     /// Width of a text in pixels.
-    fn width(&self, text: &str, size: i32) -> Result<i32> {
+    pub fn width(&self, text: &str, size: i32) -> Result<i32> {
         let style = (FontFamily::Name(FONT), size * FINE).into_font().color(&INK);
         Ok(self.area.estimate_text_size(text, &style).map_err(failed)?.0 as i32 / FINE)
     }
@@ -259,6 +271,9 @@ mod tests {
         let log = Scale::log([0.002, 0.05, f64::NAN, 0.0].into_iter());
         assert!(log.at(0.002) > 0.1 && log.at(0.05) < 1.0 && log.at(f64::NAN) == 0.0);
         assert!((3..10).contains(&log.ticks().len()));
+        for narrow in [[0.03564, 0.0384], [0.2, 0.2], [1e-7, 1.01e-7]] {
+            assert!(Scale::log(narrow.into_iter()).ticks().len() >= 3, "{narrow:?}");
+        }
         for max in [0.037, 0.5, 1.0, 4.2, 61.0, 950.0] {
             let ticks = Scale::linear([max].into_iter()).ticks();
             assert!((3..=7).contains(&ticks.len()), "{max}: {ticks:?}");

@@ -14,23 +14,26 @@ pub fn compare(path: &Path, title: &str, rows: &[Row]) -> Result<()> {
 }
 
 fn figure(canvas: &Canvas, title: &str, rows: &[Row]) -> Result<()> {
-    canvas.bold("Error of low-bit attention by recipe", (40, 38), 27, INK, Anchor::Left)?;
-    canvas.text(title, (40, 72), 18, FAINT, Anchor::Left)?;
+    canvas.title("Error of low-bit attention by recipe", title)?;
     canvas.legend((40, 106), &[("peers", GREY), ("VC-Attention (ours)", BLUE)])?;
     let labels = "recipe, bits of Q and K / P and V | relative L2, PSNR";
     canvas.text(labels, (WIDTH - 40, 106), 16, FAINT, Anchor::Right)?;
 
     let lowest = lowest(rows.iter().filter(|row| !row.is_exact())).map_or(f64::NAN, |row| row.rel_l2);
     let bars: Vec<Bar> = rows.iter().filter(|row| !row.is_exact()).map(|row| bar(row, lowest)).collect();
-    let longest = bars.iter().map(|bar| bar.label.chars().count()).max().unwrap_or(0);
-    let left = (60 + 9 * longest as i32).clamp(180, 520);
-    let frame = Frame { left, top: 136, right: WIDTH - 230, bottom: 618 };
-    canvas.bars(frame, Scale::log(bars.iter().map(|bar| bar.value)), &bars, |x| table::short(x))?;
+    let mut left = 180;
+    for bar in &bars {
+        left = left.max(60 + canvas.width(&bar.label, 18)?).min(620);
+    }
+    let top = 136;
+    let frame =
+        Frame { left, top, right: WIDTH - 230, bottom: top + (56 * bars.len() as i32).clamp(56, 482) };
+    canvas.bars(frame, Scale::log(bars.iter().map(|bar| bar.value)), &bars, table::short)?;
     let below = "relative L2 error against exact attention in f64 (lower is better, logarithmic)";
-    canvas.text(below, (frame.left, 660), 16, INK, Anchor::Left)?;
+    canvas.text(below, (frame.left, frame.bottom + 42), 16, INK, Anchor::Left)?;
     if let Some(exact) = rows.iter().find(|row| row.is_exact()) {
         let exact = format!("exact in f32: {}", table::ratio(exact.rel_l2));
-        canvas.text(&exact, (WIDTH - 40, 660), 16, FAINT, Anchor::Right)?;
+        canvas.text(&exact, (WIDTH - 40, frame.bottom + 42), 16, FAINT, Anchor::Right)?;
     }
     Ok(())
 }

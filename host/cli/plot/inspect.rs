@@ -2,9 +2,14 @@
 
 use std::path::Path;
 
+use plotters::style::RGBColor;
+
 use super::super::failure::Result;
 use super::super::inspect::{Head, head_name, heaviest, token_name};
 use super::canvas::{Anchor, BLUE, Bar, Canvas, FAINT, Frame, GREY, INK, LINE, ORANGE, Scale, TEAL, draw};
+
+/// A token order: its name, its colour, the share that the means remove in it.
+type Order = (&'static str, RGBColor, fn(&Head) -> Option<f64>);
 
 /// Most heads whose bars are drawn.
 const HEADS: usize = 16;
@@ -12,8 +17,7 @@ const HEADS: usize = 16;
 /// Draws the figures of `heads`.
 pub fn inspect(path: &Path, title: &str, heads: &[Head]) -> Result<()> {
     draw(path, |canvas| {
-        canvas.bold("Value outliers and what block means remove", (40, 38), 27, INK, Anchor::Left)?;
-        canvas.text(title, (40, 72), 18, FAINT, Anchor::Left)?;
+        canvas.title("Value outliers and what block means remove", title)?;
         shares(canvas, heads)?;
         let tokens = heaviest(heads, |head| &head.tokens, |token| token.over_median);
         let tokens = tokens.iter().map(|(head, token, ratio)| bar(heads, head, token_name(token), *ratio));
@@ -46,7 +50,7 @@ fn heavy(canvas: &Canvas, frame: Frame, title: &str, bars: &[Bar]) -> Result<()>
 /// Upright bars, three a head.
 fn shares(canvas: &Canvas, heads: &[Head]) -> Result<()> {
     let frame = Frame { left: 90, top: 180, right: 610, bottom: 610 };
-    let orders: [(&str, _, fn(&Head) -> Option<f64>); 3] = [
+    let orders: [Order; 3] = [
         ("sequence", GREY, |head| Some(head.mean_share.sequence)),
         ("cube", TEAL, |head| head.mean_share.cube),
         ("k-means", BLUE, |head| Some(head.mean_share.kmeans)),
