@@ -72,7 +72,7 @@ impl Synth {
 
     /// Wan2.2 at 720p and 81 frames: 21 x 45 x 80 = 75,600 tokens of 128 channels.
     pub fn wan(seed: u64) -> Self {
-        Self { grid: [21, 45, 80], constant: 0.066, class: 0.31, classes: 64, ..Self::small(seed) }
+        Self { grid: [21, 45, 80], constant: 0.066, class: 0.297, classes: 64, ..Self::small(seed) }
     }
 
     /// Number of tokens.
@@ -123,12 +123,11 @@ impl Synth {
         // Prototypes of rank 48, so that classes are not all orthogonal; of log-normal norm.
         let mut prototypes = product(&normals(self.classes * 48, rng), &normals(48 * d, rng), d);
         for prototype in prototypes.chunks_exact_mut(d) {
-            let norm = (0.35 * normal(rng)).exp();
-            prototype.iter_mut().for_each(|x| *x *= norm);
+            scale_rows(prototype, d, (0.1 * normal(rng)).exp());
         }
         let classes = self.centered_rows(class, &prototypes);
 
-        let channel: Vec<f32> = (0..d).map(|_| (0.45 * normal(rng)).exp()).collect();
+        let channel: Vec<f32> = (0..d).map(|_| (0.45 * normal(rng).clamp(-2.0, 2.0)).exp()).collect();
         let mut noise = normals(n * d, rng);
         noise.chunks_exact_mut(d).for_each(|row| row.iter_mut().zip(&channel).for_each(|(x, c)| *x *= c));
         scale_rows(&mut noise, d, 1.0);

@@ -14,8 +14,8 @@ const BALANCED_ROUNDS: usize = 8;
 /// Rounds the size of every cluster to a multiple of [`BLOCK`] and moves only the surplus tokens. The one
 /// cluster that takes the ragged rest of the tokens, if there is one, becomes the last.
 pub(super) fn rounded(v: &[f32], dim: usize, centroids: &mut [f32]) -> Vec<u16> {
-    let (tokens, k) = (v.len() / dim, centroids.len() / dim);
-    let first = all_bids(v, dim, centroids);
+    let k = centroids.len() / dim;
+    let mut first = all_bids(v, dim, centroids);
     let mut room = vec![0; k];
     first.iter().for_each(|bid| room[usize::from(bid.best)] += 1);
     round_sizes(&mut room);
@@ -25,13 +25,10 @@ pub(super) fn rounded(v: &[f32], dim: usize, centroids: &mut [f32]) -> Vec<u16> 
             c if c > ragged => cluster - 1,
             _ => cluster,
         };
+        first.iter_mut().for_each(|bid| (bid.best, bid.second) = (name(bid.best), name(bid.second)));
         centroids[ragged * dim..].rotate_left(dim);
         room[ragged..].rotate_left(1);
-        let first =
-            first.into_iter().map(|bid| Bid { best: name(bid.best), second: name(bid.second), ..bid });
-        return place(v, dim, centroids, first.collect(), room);
     }
-    debug_assert_eq!(room.iter().sum::<usize>(), tokens);
     place(v, dim, centroids, first, room)
 }
 

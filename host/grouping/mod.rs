@@ -12,6 +12,7 @@ mod kmeans;
 mod nearest;
 mod sort;
 pub mod stats;
+mod tour;
 
 use crate::error::{Error, Result};
 
@@ -19,7 +20,7 @@ pub use cube::CUBE;
 pub use sort::stable_argsort;
 
 /// Tokens of a block: the key tile of the attention kernels and the reach of a block mean (the paper's B_v).
-pub const BLOCK: usize = 128;
+pub const BLOCK: usize = kernels_gpu::layout::VALUE_BLOCK;
 
 /// Largest number of clusters of a k-means.
 pub const MAX_CLUSTERS: usize = 1024;
@@ -38,7 +39,8 @@ pub enum TokenOrder {
     Sequence,
     /// Static 4 x 4 x 8 cubes of the latent grid (DeltaQuant's partition).
     Cube,
-    /// Sorted by the label of a k-means over the value tokens (the paper's).
+    /// Sorted by the label of a k-means over the value tokens (the paper's); clusters that are alike are
+    /// numbered next to each other, since a block may hold the end of one and the beginning of the next (ours).
     KMeans,
     /// k-means, then every cluster's size rounded to a multiple of 128, the surplus moved in one pass (ours).
     Rounded,
@@ -154,7 +156,11 @@ fn clustered(v: &[f32], dim: usize, config: &GroupingConfig, warm: Option<&[f32]
             labels = balanced;
             iterations += rounds;
         }
-        _ => {}
+        _ => {
+            let mut occupied = vec![false; clusters];
+            labels.iter().for_each(|&label| occupied[usize::from(label)] = true);
+            tour::renumber(&tour::tour(&centroids, dim, &occupied), &mut labels, &mut centroids, dim);
+        }
     }
     Ok(Grouping { order: stable_argsort(&labels), labels, centroids, clusters, iterations })
 }

@@ -19,7 +19,8 @@
 //!   their 16 means.
 //! * **Promotion**: FP8 products keep about 14 bits while accumulating, so they accumulate into a partial that is
 //!   added to the f32 accumulator every `promote` key blocks.
-//! * **Rescaling** by alpha happens only where a warp saw one of its row maxima move.
+//! * **Rescaling** by alpha happens only where a warp saw one of its row maxima move, beside the product that
+//!   is still under the old ones; that one takes alpha when it is added.
 //! * **Not finite**: the row max keeps a NaN, and one of a score or an overflow makes it NaN or infinite; such a
 //!   row is NaN in the output. `poisoned` marks (batch, kv head)s whose keys or values were not finite.
 //!
@@ -134,13 +135,14 @@ trait Weights {
     /// bytes of two registers.
     const PACK: u32;
     /// Writes the codes of scores `s` under the row maxima `max` (upper row in the lower half) over them.
-    /// Returns this thread's share of the row sums if they are not taken from the product.
-    fn encode(s: &mut [u32; 32], max: u32) -> Rows;
+    /// Returns this thread's share of the row sums if they are not taken from the product. `not_zero` is for
+    /// [`stay`].
+    fn encode(s: &mut [u32; 32], max: u32, not_zero: u32) -> Rows;
     /// Issues partial += P R for one value tile.
     unsafe fn issue(partial: &mut Partial, p: &[u32; 16], v: SharedAddr, accumulate: bool);
     /// Row sums of the tile whose product is complete, and readies the partial for the next.
     unsafe fn row_sums(partial: &mut Partial, encoded: Rows) -> Rows;
-    /// What the codes take for the row max: their scale is 2^(-shift / 8).
+    /// What the codes take for the row maxima, in code units.
     fn shift(max: u32) -> Rows;
 }
 
@@ -156,6 +158,7 @@ struct ExpCast;
 impl ExpCast {
     /// -0.484375: with it every row max below 1024 code units lands on byte 120.
     const BETA: u16 = 0xb7c0;
+    const BETA_F32: f32 = -0.484375;
     /// 1024 + 120: f16 has no fraction from here on, so adding it rounds to whole codes, and the code of the
     /// max is 120 above 1024, whose low byte is 0.
     const TOP: u16 = 0x6478;
@@ -173,13 +176,16 @@ impl Weights for ExpCast {
     const PACK: u32 = 0x6420;
 
     #[inline(always)]
-    fn encode(s: &mut [u32; 32], max: u32) -> Rows {
+    fn encode(s: &mut [u32; 32], max: u32, not_zero: u32) -> Rows {
         let addend = Self::addend(max);
         let rows = [permute(addend, addend, 0x1010), permute(addend, addend, 0x3232)];
-        for (i, s) in s.iter_mut().enumerate() {
-            let code = f16x2::add(f16x2::add(*s, rows[i % 2]), splat(Self::TOP));
-            *s = f16x2::max(code, splat(Self::ZERO));
-        }
+        stay(not_zero, || {
+            for (i, s) in s.iter_mut().enumerate() {
+                let code = f16x2::add(f16x2::add(*s, rows[i % 2]), splat(Self::TOP));
+                *s = f16x2::max(code, splat(Self::ZERO));
+            }
+            pin(s);
+        });
         [0.0; 2]
     }
 
@@ -205,8 +211,9 @@ impl Weights for ExpCast {
 
     #[inline(always)]
     fn shift(max: u32) -> Rows {
+        // The addend was rounded to f16: its own maximum is what all codes agree on.
         let (upper, lower) = convert::f32_of_f16x2(Self::addend(max));
-        [-upper, -lower]
+        [Self::BETA_F32 - upper, Self::BETA_F32 - lower]
     }
 }
 
@@ -217,16 +224,23 @@ impl Weights for Exp2 {
     const PACK: u32 = 0x5410;
 
     #[inline(always)]
-    fn encode(s: &mut [u32; 32], max: u32) -> Rows {
+    fn encode(s: &mut [u32; 32], max: u32, not_zero: u32) -> Rows {
         let (upper, lower) = convert::f32_of_f16x2(max);
         let offset = [convert::fma(upper, -0.125, 8.0), convert::fma(lower, -0.125, 8.0)];
         let mut sums = [0.0; 2];
-        for (i, s) in s.iter_mut().enumerate() {
-            let (a, b) = convert::f32_of_f16x2(*s);
-            let a = convert::exp2(convert::fma(a, 0.125, offset[i % 2]));
-            let b = convert::exp2(convert::fma(b, 0.125, offset[i % 2]));
-            sums[i % 2] += a + b;
-            *s = convert::e4m3x2(a, b) as u32;
+        // In quarters: the assembler would take all scores apart first and run out of registers.
+        let (quarters, _) = s.as_chunks_mut::<8>();
+        for quarter in quarters {
+            stay(not_zero, || {
+                for (i, s) in quarter.iter_mut().enumerate() {
+                    let (a, b) = convert::f32_of_f16x2(*s);
+                    let a = convert::exp2(convert::fma(a, 0.125, offset[i % 2]));
+                    let b = convert::exp2(convert::fma(b, 0.125, offset[i % 2]));
+                    sums[i % 2] += a + b;
+                    *s = convert::e4m3x2(a, b) as u32;
+                }
+                pin(quarter);
+            });
         }
         sums
     }
@@ -503,22 +517,19 @@ struct State {
     partial: Partial,
     /// Whether `partial` holds none yet.
     fresh: bool,
-    /// Key blocks until the next promotion.
-    until: u32,
     /// Row sums of the key blocks whose means are not restored yet: an A fragment of 16 columns.
     pending: [u32; 4],
 }
 
 impl State {
     #[inline(always)]
-    fn new(promote: u32) -> Self {
+    fn new() -> Self {
         Self {
             max: splat(0xfc00),
             sum: [0.0; 2],
             out: [0.0; 64],
             partial: Partial { values: [0.0; 64], ones: [0.0; 4] },
             fresh: true,
-            until: promote,
             pending: [0; 4],
         }
     }
@@ -545,32 +556,35 @@ impl State {
         }
     }
 
-    /// Takes in the product of key block `block`: row sums, and at its time the promotion. `lane` is the
-    /// thread's place among the four of its rows.
+    /// Takes in the product of key block `block`, which is under the maxima before `alpha`: row sums, and at its
+    /// time the promotion. `lane` is the thread's place among the four of its rows.
     #[inline(always)]
     unsafe fn absorb<W: Weights, const SMOOTH: bool>(
         &mut self,
         lane: u32,
         block: u32,
         encoded: Rows,
-        promote: u32,
-        last: bool,
+        alpha: Option<Rows>,
+        promote: bool,
     ) {
         // SAFETY: the product is complete and the whole warp is here.
         let sums = unsafe { W::row_sums(&mut self.partial, encoded) };
+        let factor = alpha.unwrap_or([1.0; 2]);
+        let sums = [sums[0] * factor[0], sums[1] * factor[1]];
         self.sum[0] += sums[0];
         self.sum[1] += sums[1];
         if SMOOTH {
             self.keep_pending(lane, block % MEAN_BLOCKS as u32, sums);
         }
-        self.fresh = false;
-        self.until -= 1;
-        if self.until == 0 || last {
-            for (o, p) in self.out.iter_mut().zip(&self.partial.values) {
-                *o += *p;
+        self.fresh = promote;
+        if promote {
+            for (i, p) in self.partial.values.iter().enumerate() {
+                self.out[i] = convert::fma(*p, factor[i / 2 % 2], self.out[i]);
             }
-            self.fresh = true;
-            self.until = promote;
+        } else if alpha.is_some() {
+            for (i, p) in self.partial.values.iter_mut().enumerate() {
+                *p *= factor[i / 2 % 2];
+            }
         }
     }
 
@@ -591,14 +605,13 @@ impl State {
         }
     }
 
-    /// Brings everything under the maxima `before` under those of now.
+    /// Brings what is not in flight from the maxima `before` to those of now, and says by which factors.
     #[inline(always)]
-    fn rescale<W: Weights>(&mut self, before: u32) {
+    fn rescale<W: Weights>(&mut self, before: u32) -> Rows {
         let (old, new) = (W::shift(before), W::shift(self.max));
         let alpha = [convert::exp2((old[0] - new[0]) * 0.125), convert::exp2((old[1] - new[1]) * 0.125)];
-        for i in 0..64 {
-            self.out[i] *= alpha[i / 2 % 2];
-            self.partial.values[i] *= alpha[i / 2 % 2];
+        for (i, o) in self.out.iter_mut().enumerate() {
+            *o *= alpha[i / 2 % 2];
         }
         for row in 0..2 {
             self.sum[row] *= alpha[row];
@@ -606,6 +619,7 @@ impl State {
             self.pending[row] = f16x2::mul(self.pending[row], pair);
             self.pending[2 + row] = f16x2::mul(self.pending[2 + row], pair);
         }
+        alpha
     }
 
     /// out += pending row sums x block means.
@@ -636,6 +650,21 @@ fn mask(s: &mut [u32; 32], valid: u32) {
         let keep = if key < valid { keep } else { 0x7654 };
         s[2 * j] = permute(s[2 * j], splat(0xfc00), keep);
         s[2 * j + 1] = permute(s[2 * j + 1], splat(0xfc00), keep);
+    }
+}
+
+/// Runs `body` once, in a loop that only `not_zero` ends.
+///
+/// ptxas knows no order between arithmetic and the wait for a product that the arithmetic has nothing to do with, and
+/// moves it behind the wait, where the Tensor Core idles; out of a loop it does not move it.
+#[inline(always)]
+fn stay(not_zero: u32, mut body: impl FnMut()) {
+    loop {
+        body();
+        // Pinned, or LLVM would conclude from an earlier loop's end that this one ends too.
+        if wgmma::pinned(not_zero) != 0 {
+            break;
+        }
     }
 }
 
@@ -670,9 +699,10 @@ unsafe fn consume<S: Scores, W: Weights, const STAGES: u32, const SMOOTH: bool>(
             mask(&mut s, work.keys);
         }
         state.raise_max(&s);
-        let mut encoded = W::encode(&mut s, state.max);
+        let mut encoded = W::encode(&mut s, state.max, call.promote);
         pack::<W>(&s, &mut p);
 
+        let mut until = call.promote;
         // Keys behind block j. The last block looks ahead at its own K tile, which stays, and masks all of it.
         let mut left = work.keys;
         for block in 0..work.tiles {
@@ -697,7 +727,7 @@ unsafe fn consume<S: Scores, W: Weights, const STAGES: u32, const SMOOTH: bool>(
             W::issue(&mut state.partial, &p, shared.v(v.stage), !state.fresh);
             wgmma::commit();
 
-            // m' = max(m, rowmax S(j+1)), codes of S(j+1) in place
+            // m' = max(m, rowmax S(j+1)), codes of S(j+1) in place, A <- alpha A where a max moved
             wgmma::wait::<1>();
             pin(&mut s);
             if left < KEYS as u32 {
@@ -705,10 +735,10 @@ unsafe fn consume<S: Scores, W: Weights, const STAGES: u32, const SMOOTH: bool>(
             }
             let before = state.max;
             state.raise_max(&s);
-            let next = W::encode(&mut s, state.max);
-            pin(&mut s);
+            let next = W::encode(&mut s, state.max, call.promote);
+            let alpha = if any(before != state.max) { Some(state.rescale::<W>(before)) } else { None };
 
-            // l += r(j), promotion, means, alpha
+            // l += r(j), promotion, means
             wgmma::wait::<0>();
             pin(&mut s);
             pin(&mut state.partial.values);
@@ -717,7 +747,12 @@ unsafe fn consume<S: Scores, W: Weights, const STAGES: u32, const SMOOTH: bool>(
                 shared.v_free(v.stage).arrive();
             }
             v.advance();
-            state.absorb::<W, SMOOTH>(thread % 4, block, encoded, call.promote, left == 0);
+            until -= 1;
+            let promote = until == 0 || left == 0;
+            if promote {
+                until = call.promote;
+            }
+            state.absorb::<W, SMOOTH>(thread % 4, block, encoded, alpha, promote);
             encoded = next;
             if SMOOTH && (block % MEAN_BLOCKS as u32 == MEAN_BLOCKS as u32 - 1 || left == 0) {
                 shared.means_full(slot.stage).wait(slot.parity);
@@ -726,9 +761,6 @@ unsafe fn consume<S: Scores, W: Weights, const STAGES: u32, const SMOOTH: bool>(
                     shared.means_free(slot.stage).arrive();
                 }
                 slot.advance();
-            }
-            if any(before != state.max) {
-                state.rescale::<W>(before);
             }
             pack::<W>(&s, &mut p);
         }
@@ -846,12 +878,15 @@ unsafe fn attention<S: Scores, W: Weights, const STAGES: u32, const SMOOTH: bool
             release_registers::<24>();
             if thread_idx_x() == 256 {
                 let work = call.work();
-                produce::<S, STAGES, SMOOTH>(&call, &work, &shared);
+                // Nobody would wait for a copy without keys, and a block must not end before its copies.
+                if work.tiles > 0 {
+                    produce::<S, STAGES, SMOOTH>(&call, &work, &shared);
+                }
             }
         } else {
             claim_registers::<240>();
             let work = call.work();
-            let mut state = State::new(call.promote);
+            let mut state = State::new();
             if work.tiles > 0 {
                 consume::<S, W, STAGES, SMOOTH>(&call, &work, &shared, warpgroup, &mut state);
             }

@@ -13,6 +13,12 @@ pub mod shuffle;
 pub mod special;
 pub mod wgmma;
 
+pub mod extrema;
+pub mod mma;
+pub mod shared;
+pub mod stream;
+pub mod warp;
+
 /// An address in the `.shared` window of the running block.
 ///
 /// A Rust reference to shared memory would be a generic pointer, and every access through it a generic one;

@@ -7,8 +7,8 @@
 //! each half, lane t holds the 4 bytes at 4(t%4).
 //!
 //! # Protocol
-//! The registers of a product belong to the Tensor Core from its issue until [`wait`] returns, and rustc does
-//! not know it. So values pass through [`pin`] around [`fence`] and [`wait`]: before the fence, every write to
+//! The registers of a product belong to the Tensor Core from its issue until `wait` returns, and rustc does
+//! not know it. So values pass through `pin` around `fence` and `wait`: before the fence, every write to
 //! a register that a product will use; after the wait, every read.
 
 /// Where a B (or A) operand tile lies in shared memory (9.7.15.5.1.2, the matrix descriptor).
@@ -84,6 +84,12 @@ mod device {
         for r in registers {
             *r = r.pinned();
         }
+    }
+
+    /// The value, of which the compiler no longer knows where it came from.
+    #[inline(always)]
+    pub fn pinned<T: Register>(value: T) -> T {
+        value.pinned()
     }
 
     /// `wgmma.fence`: products issued after it see this warpgroup's earlier writes to registers.
