@@ -92,13 +92,18 @@ fn the_output_in_the_inputs_type_is_the_f32_output_rounded() {
     }
 }
 
+/// The larger of both; NaN if one is.
+fn larger(a: f64, b: f64) -> f64 {
+    if a.is_nan() || a > b { a } else { b }
+}
+
 /// Whether the rows agree: all but a few to f32 rounding, and those few (where a rounding to few bits met a value
 /// on its boundary) by a step of that format.
 fn assert_rows_match(what: &str, got: &[f64], wanted: &[f64], dim: usize, share_of_flips: f64, step: f64) {
     let errors: Vec<f64> =
         got.chunks(dim).zip(wanted.chunks(dim)).map(|(got, wanted)| relative(got, wanted)).collect();
-    let flips = errors.iter().filter(|&&e| e > 1e-6).count() as f64 / errors.len() as f64;
-    let worst = errors.iter().copied().fold(0.0, f64::max);
+    let flips = errors.iter().filter(|&&e| e.is_nan() || e > 1e-6).count() as f64 / errors.len() as f64;
+    let worst = errors.iter().copied().fold(0.0, larger);
     assert!(flips <= share_of_flips && worst <= step, "{what}: {flips:.3} of the rows, at most {worst:.2e}");
 }
 
@@ -106,8 +111,8 @@ fn assert_rows_match(what: &str, got: &[f64], wanted: &[f64], dim: usize, share_
 fn assert_lse_matches(what: &str, got: &[f32], wanted: &[f64], share_of_flips: f64, step: f64) {
     let errors: Vec<f64> =
         got.iter().zip(wanted).map(|(&got, wanted)| (f64::from(got) - wanted).abs()).collect();
-    let flips = errors.iter().filter(|&&e| e > 1e-5).count() as f64 / errors.len() as f64;
-    let worst = errors.iter().copied().fold(0.0, f64::max);
+    let flips = errors.iter().filter(|&&e| e.is_nan() || e > 1e-5).count() as f64 / errors.len() as f64;
+    let worst = errors.iter().copied().fold(0.0, larger);
     assert!(
         flips <= share_of_flips && worst <= step,
         "{what}: LSE of {flips:.3} of the rows, at most {worst:.2e}"
@@ -317,7 +322,7 @@ fn keys_beyond_the_valid_length_take_part_in_nothing() {
 /// Mean and largest difference.
 fn differences(a: &[f32], b: &[f64]) -> (f64, f64) {
     let d: Vec<f64> = a.iter().zip(b).map(|(&a, b)| f64::from(a) - b).collect();
-    (d.iter().sum::<f64>() / d.len() as f64, d.iter().fold(0.0, |a, d| a.max(d.abs())))
+    (d.iter().sum::<f64>() / d.len() as f64, d.iter().fold(0.0, |a, d| larger(a, d.abs())))
 }
 
 #[test]
@@ -766,7 +771,7 @@ proptest! {
         (q_tokens, kv_tokens, dim) in (1usize..150, 1usize..300, 1usize..=96),
         (name, order) in (0..BOUNDS.len(), 0usize..4),
         (rotate_v, lse, output_f32) in any::<(bool, bool, bool)>(),
-        (dtype, bshd, scale) in (0usize..3, any::<bool>(), prop::option::of(-0.5f32..0.5)),
+        (dtype, bshd, scale) in (0usize..3, any::<bool>(), prop::option::of(-0.25f32..0.25)),
         lens in prop::collection::vec(0.0f64..=1.0, 2),
         seed in any::<u64>(),
     ) {
@@ -785,14 +790,15 @@ proptest! {
         prop_assert_eq!(result.lse.is_some(), lse);
         let wanted = reference(&problem);
         let error = relative(&got, &wanted.o);
-        prop_assert!(error < 0.5, "{} has {error:.3}", recipe.name);
+        let four_bits = recipe.bits_qk() == 4;
+        prop_assert!(error < if four_bits { 0.7 } else { 0.35 }, "{} has {error:.3}", recipe.name);
         if name == 0 {
             let rounding = if output_f32 || dtype == 0 { 2e-6 } else { 4e-3 };
             prop_assert!(error < rounding, "{} has {error:.1e}", recipe.name);
         }
         for (got, wanted) in result.lse.iter().flatten().zip(&wanted.lse) {
             let same = f64::from(*got) == *wanted;
-            prop_assert!(same || (f64::from(*got) - wanted).abs() < 0.6, "{got} for {wanted}");
+            prop_assert!(same || (f64::from(*got) - wanted).abs() < if four_bits { 1.5 } else { 0.5 }, "{}: LSE {got} for {wanted}", recipe.name);
         }
     }
 }

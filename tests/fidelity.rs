@@ -133,10 +133,11 @@ fn the_parts_of_an_error_add_up() {
         assert_relative_eq!(s.method, relative(&o(&outcome), &reference.o), max_relative = 1e-12);
     }
     let exact = error_sources(&problem, &recipe("exact"), &reference).unwrap();
-    assert!(exact.method < 1e-6 && exact.value == 0.0, "{exact:?}");
+    assert!(exact.method < 9e-7 && exact.value == 0.0, "{exact:?}");
 }
 
-/// Smoothing V lowers the value part and leaves the probability part alone; an exact V has no value part.
+/// Smoothing V lowers the value part, and the probability part with it, since rounded probabilities then weigh
+/// residuals; rotating Q and K does nothing for the value part; an exact V has none.
 #[test]
 fn each_remedy_lowers_its_own_part() {
     let tensors = Case::new([1, 1, 1], [200, 2048], 128).outliers(4).f32();
@@ -145,10 +146,10 @@ fn each_remedy_lowers_its_own_part() {
     let sources = |text: &str| error_sources(&problem, &recipe(text), &reference).unwrap();
     let (plain, smooth) = (sources("vc16+demean=off+order=sequence"), sources("vc16"));
     assert!(smooth.value < 0.9 * plain.value, "{smooth:?} {plain:?}");
-    assert!((smooth.probability / plain.probability - 1.0).abs() < 0.05, "{smooth:?} {plain:?}");
+    assert!(smooth.probability < 0.9 * plain.probability, "{smooth:?} {plain:?}");
     let (raw, rotated) = (sources("fp8+center=on"), sources("fp8+center=on+rotate=on"));
     assert!((rotated.value / raw.value - 1.0).abs() < 0.05, "{rotated:?} {raw:?}");
-    let exact_v = sources("vc16+v=f32+demean=off");
+    let exact_v = sources("vc16+v=f32");
     assert!(exact_v.value < 1e-6 && exact_v.probability > 1e-3, "{exact_v:?}");
 }
 

@@ -143,7 +143,10 @@ fn scores(r: &Scalar, mut q: Vec<Vec<f32>>, mut k: Vec<Vec<f32>>, scale: f32) ->
                 };
                 let codes = |(i, x): (usize, &Vec<f32>)| {
                     let s = scale(group(i));
-                    let code = |x: &f32| f64::from(x / s).round_ties_even().clamp(-127.0, 127.0);
+                    let code = |x: &f32| match s {
+                        0.0 => 0.0,
+                        _ => f64::from(x / s).round_ties_even().clamp(-127.0, 127.0),
+                    };
                     (s, x.iter().map(code).collect())
                 };
                 x.iter().enumerate().map(codes).collect()
