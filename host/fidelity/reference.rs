@@ -6,7 +6,7 @@ use crate::backend::cpu::{Matrix, Write, multiply};
 use crate::problem::{Problem, Shape};
 
 /// Query rows that share one pass over the keys.
-const ROWS: usize = 32;
+const ROWS: usize = 64;
 
 /// Output and log-sum-exp in f64.
 #[derive(Clone, Debug, PartialEq)]
