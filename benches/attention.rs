@@ -85,7 +85,7 @@ fn stages(c: &mut Criterion) {
         let plan =
             Plan::new(&problem, &Recipe::parse(name).expect("a recipe"), Options::default()).expect("valid");
         let order = Cpu.group(&plan, &problem, None).expect("groups");
-        let queries = Cpu.prepare_q(&plan, &problem).expect("prepares");
+        let queries = Cpu.prepare_q(&plan, &problem, &order).expect("prepares");
         group.bench_function(BenchmarkId::new("group, cold", name), |b| {
             b.iter(|| black_box(Cpu.group(&plan, &problem, None)));
         });
@@ -93,7 +93,7 @@ fn stages(c: &mut Criterion) {
             b.iter(|| black_box(Cpu.group(&plan, &problem, Some(&order))));
         });
         group.bench_function(BenchmarkId::new("prepare q", name), |b| {
-            b.iter(|| black_box(Cpu.prepare_q(&plan, &problem)));
+            b.iter(|| black_box(Cpu.prepare_q(&plan, &problem, &order)));
         });
         group.bench_function(BenchmarkId::new("prepare k", name), |b| {
             b.iter(|| black_box(Cpu.prepare_k(&plan, &problem, &order, &queries)));

@@ -702,12 +702,12 @@ fn stages_refuse_what_they_were_not_planned_for() {
         other => panic!("expected an error about {tensor}: {other:?}"),
     };
     misfit(Cpu.group(&plan, &other, None).map(drop), "k");
-    misfit(Cpu.prepare_q(&plan, &other).map(drop), "k");
     misfit(run(&Cpu, &plan, &other, None).map(drop), "k");
     let too_long = [41];
     misfit(run(&Cpu, &plan, &Problem { kv_lens: Some(&too_long), ..problem }, None).map(drop), "kv_lens");
 
     let good = Cpu.group(&plan, &problem, None).unwrap();
+    misfit(Cpu.prepare_q(&plan, &other, &good).map(drop), "k");
     let mut short = good.clone();
     short.0.pop();
     misfit(run_on_order(&Cpu, &plan, &problem, short.clone()).map(drop), "order");
@@ -720,7 +720,7 @@ fn stages_refuse_what_they_were_not_planned_for() {
     misfit(run_on_order(&Cpu, &plan, &problem, outside).map(drop), "order");
 
     let other_plan = Plan::new(&problem, &vc16, F32_LSE).unwrap();
-    let q = Cpu.prepare_q(&plan, &problem).unwrap();
+    let q = Cpu.prepare_q(&plan, &problem, &good).unwrap();
     let k = Cpu.prepare_k(&plan, &problem, &good, &q).unwrap();
     let v = Cpu.prepare_v(&plan, &problem, &good).unwrap();
     misfit(Cpu.attend(&other_plan, &problem, &q, &k, &v).map(drop), "q");

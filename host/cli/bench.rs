@@ -233,7 +233,7 @@ fn measure<B: Backend>(backend: &B, plan: &Plan, problem: &Problem) -> Result<Ti
     };
     let order = backend.group(plan, problem, None)?;
     lap(0);
-    let q = backend.prepare_q(plan, problem)?;
+    let q = backend.prepare_q(plan, problem, &order)?;
     lap(1);
     let k = backend.prepare_k(plan, problem, &order, &q)?;
     lap(2);

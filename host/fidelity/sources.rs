@@ -40,7 +40,7 @@ pub fn error_sources(problem: &Problem, recipe: &Recipe, reference: &Reference) 
     let options = Options { output: OutputType::F32, lse: false };
     let plan = Plan::new(problem, recipe, options)?;
     let order = Cpu.group(&plan, problem, None)?;
-    let q = Cpu.prepare_q(&plan, problem)?;
+    let q = Cpu.prepare_q(&plan, problem, &order)?;
     let k = Cpu.prepare_k(&plan, problem, &order, &q)?;
     let v = Cpu.prepare_v(&plan, problem, &order)?;
     let quantized = values(&Cpu.attend(&plan, problem, &q, &k, &v)?.o);

@@ -198,7 +198,7 @@ pub fn relative(a: &[f64], b: &[f64]) -> f64 {
 pub fn errors(problem: &Problem, recipe: &Recipe) -> (Output, f64, f64) {
     let plan = Plan::new(problem, recipe, F32_LSE).expect("valid");
     let finished = run(&Cpu, &plan, problem, None).expect("runs");
-    let q = Cpu.prepare_q(&plan, problem).expect("prepares");
+    let q = Cpu.prepare_q(&plan, problem, &finished.order).expect("prepares");
     let k = Cpu.prepare_k(&plan, problem, &finished.order, &q).expect("prepares");
     let v = Cpu.prepare_v(&plan, problem, &finished.order).expect("prepares");
     let (n, d) = (plan.shape.q_tokens, plan.shape.head_dim);

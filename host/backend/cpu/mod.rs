@@ -12,7 +12,7 @@ use rayon::prelude::*;
 
 use self::attend::{Range, TILE, Workspace, attend_tile};
 use self::prepare::{KHead, QHead, VHead};
-use super::{Backend, Observed, Output};
+use super::{Backend, Observed, Output, check_finite_output};
 use crate::error::{Error, Result};
 use crate::grouping::{Grouping, group};
 use crate::plan::Plan;
@@ -162,14 +162,10 @@ impl Cpu {
     fn queries_of_group(plan: &Plan, problem: &Problem, index: usize) -> (Vec<QHead>, f32) {
         let [batch, kv_head] = batch_head(index, plan.shape.kv_heads);
         let group = plan.shape.q_heads / plan.shape.kv_heads;
-        let loaded: Vec<_> = (0..group)
-            .into_par_iter()
-            .map(|i| prepare::load_q(plan, problem, batch, kv_head * group + i))
-            .collect();
-        let amax = loaded.iter().flat_map(|(x, _)| x).fold(0.0f32, |a, x| a.max(x.abs()));
-        let balance = prepare::balance(plan, amax);
-        let quantize = |q| prepare::quantize_q(plan, q, balance);
-        (loaded.into_par_iter().map(quantize).collect(), balance)
+        let heads = kv_head * group..(kv_head + 1) * group;
+        let balance = prepare::balance(plan, problem, batch, heads.clone());
+        let quantize = |head| prepare::quantize_q(plan, prepare::load_q(plan, problem, batch, head), balance);
+        (heads.into_par_iter().map(quantize).collect(), balance)
     }
 }
 
@@ -215,7 +211,7 @@ impl Backend for Cpu {
             .map(Orders)
     }
 
-    fn prepare_q(&self, plan: &Plan, problem: &Problem) -> Result<Queries> {
+    fn prepare_q(&self, plan: &Plan, problem: &Problem, _: &Orders) -> Result<Queries> {
         plan.check(problem)?;
         let groups: Vec<_> = (0..plan.shape.batch * plan.shape.kv_heads)
             .into_par_iter()
@@ -286,7 +282,7 @@ impl Backend for Cpu {
             .reduce(Default::default, |a, b| (a.0.merge(b.0), a.1 + b.1));
         bring_into_range(&mut o, plan.dtype, problem.v.dtype());
         if problem.nonfinite == NonFinite::Reject {
-            check_output(&o, plan)?;
+            check_finite_output(&o, [shape.batch, shape.q_heads, shape.q_tokens, d])?;
         }
         let shape = [shape.batch, shape.q_heads, shape.q_tokens, d];
         let o = Tensor::from_bhsd(o, shape, plan.dtype, Layout::Bhsd);
@@ -467,15 +463,4 @@ fn bring_into_range(o: &mut [f32], output: DType, values: DType) {
             *o = if beyond { stored.copysign(*o) } else { *o };
         }
     });
-}
-
-/// Finite inputs whose products leave f32 must not come back as NaN without a word.
-fn check_output(o: &[f32], plan: &Plan) -> Result<()> {
-    if prepare::all_finite(o) {
-        return Ok(());
-    }
-    let at = o.iter().position(|x| !x.is_finite()).unwrap_or(0);
-    let (d, n, h) = (plan.shape.head_dim, plan.shape.q_tokens, plan.shape.q_heads);
-    let position = [at / (d * n * h), at / (d * n) % h, at / d % n, at % d];
-    Err(Error::NonFinite { tensor: "o", position, value: o[at] })
 }

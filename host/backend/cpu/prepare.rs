@@ -3,7 +3,10 @@
 //! An operand holds *codes*: the values that the low-bit format can represent, as f32 (every one of them is
 //! exact in f32, and so is every product that the matrix unit forms of two), with the scales beside them.
 
+use std::ops::Range;
+
 use kernels_gpu::formats::{e4m3, f16, int8, nvfp4};
+use kernels_gpu::kernels::head_balance;
 use kernels_gpu::layout::{self, scale_groups};
 use kernels_gpu::numerics::{hadamard, mean, units};
 
@@ -56,14 +59,24 @@ pub struct VHead {
     pub nonfinite: bool,
 }
 
-/// Power of two that brings the largest |q| of a group near 16 in code units, so that E4M3, whose normal range
-/// starts at 2^-6, serves heads of any magnitude; K carries its inverse.
-pub fn balance(plan: &Plan, amax_q: f32) -> f32 {
-    let amax = amax_q * units::code_unit_factor(plan.scale);
-    if plan.recipe.qk != QkFormat::E4m3PerHead || !amax.is_normal() {
+/// Power of two on the queries of a group in E4M3, K carries its inverse; see [`head_balance`]. It looks at the
+/// first rows of every query head, as they come, so that a GPU need not read Q twice.
+pub fn balance(plan: &Plan, problem: &Problem, batch: usize, heads: Range<usize>) -> f32 {
+    if plan.recipe.qk != QkFormat::E4m3PerHead {
         return 1.0;
     }
-    (4.0 - amax.log2().floor()).clamp(-60.0, 60.0).exp2()
+    let rows = plan.shape.q_tokens.min(head_balance::ROWS as usize);
+    let mut row = vec![0.0f32; plan.shape.head_dim];
+    let mut amax = 0.0f32;
+    for head in heads {
+        for token in 0..rows {
+            problem.q.read_row(batch, head, token, &mut row);
+            if all_finite(&row) {
+                amax = row.iter().fold(amax, |a, x| a.max(x.abs()));
+            }
+        }
+    }
+    head_balance::of_amax(amax * units::code_unit_factor(plan.scale))
 }
 
 /// Q before quantization: rows that are not finite zeroed, zero-padded, rotated.

@@ -30,7 +30,7 @@ pub fn images() -> Vec<Image> {
             arch: "sm_90a",
             capabilities: &[(9, 0)],
             ptx,
-            entries: SM90_ENTRIES,
+            entries: kernels::SM90,
             min_cuda: "12.0",
             min_driver: "525.60.13",
         })
