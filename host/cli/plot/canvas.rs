@@ -16,7 +16,6 @@ use super::super::failure::{Failure, Result};
 use super::super::output;
 
 pub const WIDTH: i32 = 1200;
-pub const HEIGHT: i32 = 700;
 
 pub const INK: RGBColor = RGBColor(28, 32, 38);
 pub const FAINT: RGBColor = RGBColor(96, 104, 114);
@@ -122,24 +121,24 @@ pub struct Canvas<'a> {
     area: DrawingArea<BitMapBackend<'a>, Shift>,
 }
 
-/// Draws a figure and writes it.
-pub fn draw(path: &Path, figure: impl FnOnce(&Canvas) -> Result<()>) -> Result<()> {
+/// Draws a figure of [`WIDTH`] x `height` pixels and writes it.
+pub fn draw(path: &Path, height: i32, figure: impl FnOnce(&Canvas) -> Result<()>) -> Result<()> {
     static FONTS: Once = Once::new();
     FONTS.call_once(|| {
         // A font that cannot be read makes every text fail, with a message.
         let _ = register_font(FONT, FontStyle::Normal, UBUNTU_LIGHT);
     });
-    let (width, height) = ((WIDTH * FINE) as u32, (HEIGHT * FINE) as u32);
-    let mut fine = vec![255u8; (width * height * 3) as usize];
+    let size = ((WIDTH * FINE) as u32, (height * FINE) as u32);
+    let mut fine = vec![255u8; (size.0 * size.1 * 3) as usize];
     {
-        let area = BitMapBackend::with_buffer(&mut fine, (width, height)).into_drawing_area();
+        let area = BitMapBackend::with_buffer(&mut fine, size).into_drawing_area();
         let canvas = Canvas { area };
         figure(&canvas)?;
         canvas.area.present().map_err(failed)?;
     }
     let pixels = averaged(&fine);
     let mut file = Vec::new();
-    let mut encoder = png::Encoder::new(&mut file, WIDTH as u32, HEIGHT as u32);
+    let mut encoder = png::Encoder::new(&mut file, WIDTH as u32, height as u32);
     encoder.set_color(png::ColorType::Rgb);
     encoder.set_depth(png::BitDepth::Eight);
     encoder

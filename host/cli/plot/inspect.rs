@@ -16,7 +16,7 @@ const HEADS: usize = 16;
 
 /// Draws the figures of `heads`.
 pub fn inspect(path: &Path, title: &str, heads: &[Head]) -> Result<()> {
-    draw(path, |canvas| {
+    draw(path, 700, |canvas| {
         canvas.title("Value outliers and what block means remove", title)?;
         shares(canvas, heads)?;
         let tokens = heaviest(heads, |head| &head.tokens, |token| token.over_median);
