@@ -127,7 +127,7 @@ impl Device {
         let image = super::embedded::for_capability(capability)
             .ok_or_else(|| Error::Device { reason: super::embedded::not_covered(&name, capability) })?;
         let start = Instant::now();
-        let module = load(image, driver)?;
+        let module = load(&image, driver)?;
         let load_time = start.elapsed();
         let functions = image.entries.iter().map(|&entry| function(module, entry)).collect::<Result<_>>()?;
         Ok(Arc::new(Self {
