@@ -63,8 +63,8 @@ use crate::ptx::SharedAddr;
 use crate::ptx::convert::fma;
 use crate::ptx::memory::{load_global_v4, load_shared_v4, store_global_v4, store_shared_v4};
 use crate::ptx::shared;
-use crate::ptx::shuffle::shuffle_xor;
-use crate::ptx::special::{block_idx_x, sync_threads, thread_idx_x};
+use crate::ptx::collective::{shuffle_xor, sync_threads, sync_warp};
+use crate::ptx::special::{block_idx_x, thread_idx_x};
 
 /// Most clusters of a head.
 pub const MAX_CLUSTERS: u32 = 1024;
@@ -165,7 +165,7 @@ impl Clusters {
                 let (j, k, n) = (cluster as u64, clusters as u64, valid as u64);
                 let (from, to) = (j * n / k, (j + 1) * n / k);
                 let token = from + ((hash(seed, cluster) as u64 * (to - from)) >> 32);
-                x = finite_chunk::<E>(self.head(index).load(token as u32, chunk));
+                x = finite_chunk::<E>(self.head(index).load(token as u32, chunk, true));
                 store_f32_chunk(self.centroids.add(self.row(index, cluster) + (chunk * CHUNK) as usize), &x);
             }
             self.store_target::<E>(index, cluster, &x, write);
@@ -323,11 +323,9 @@ impl Clusters {
         let mut rows = [[[0; 4]; 4]; 2];
         for half in 0..2 {
             let token = first + lane / 4 + 8 * half as u32;
-            if token < valid {
-                for i in 0..4 {
-                    // SAFETY: a token that counts.
-                    rows[half][i] = unsafe { head.load(token, lane % 4 + 4 * i as u32) };
-                }
+            for i in 0..4 {
+                // SAFETY: a token that counts.
+                rows[half][i] = unsafe { head.load(token, lane % 4 + 4 * i as u32, token < valid) };
             }
         }
         rows
@@ -368,6 +366,9 @@ impl Clusters {
         let lane = thread_idx_x() % 32;
         let mut column = 0;
         while column < targets {
+            // Keeps the products, which are inline PTX, out of any branch (see `collective`).
+            // SAFETY: the whole warp is here.
+            unsafe { sync_warp() }
             // Two products side by side: their chains of 8 hide each other.
             let mut d = [[0.0; 4]; 2];
             for i in 0..4 {

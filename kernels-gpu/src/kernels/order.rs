@@ -29,8 +29,8 @@ use super::input::valid_tokens;
 use super::kmeans::{MAX_CLUSTERS, RUN, TOKENS, max_runs};
 use crate::ptx::SharedAddr;
 use crate::ptx::shared;
-use crate::ptx::special::{block_idx_x, sync_threads, thread_idx_x};
-use crate::ptx::warp::{lanes_before, matching, shuffle_up, sync_warp};
+use crate::ptx::special::{block_idx_x, thread_idx_x};
+use crate::ptx::collective::{lanes_before, matching, shuffle_up, sync_threads, sync_warp};
 
 const THREADS: u32 = 256;
 const WARPS: u32 = THREADS / 32;
@@ -62,7 +62,6 @@ shared_symbol!(place, "vc_order_scatter");
 /// The chunk of a block: head, chunk and the tokens in it that count.
 struct Chunk {
     index: u32,
-    chunk: u32,
     first: u32,
     end: u32,
     /// Where the chunk's counts begin.
@@ -77,7 +76,7 @@ impl Chunk {
         // SAFETY: the entry's contract.
         let valid = unsafe { valid_tokens(kv_lens, index / kv_heads, kv_tokens) };
         let counts = block_idx_x() as usize * clusters as usize;
-        Self { index, chunk, first: chunk * TOKENS, end: valid.min((chunk + 1) * TOKENS), counts }
+        Self { index, first: chunk * TOKENS, end: valid.min((chunk + 1) * TOKENS), counts }
     }
 }
 

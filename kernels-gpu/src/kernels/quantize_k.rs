@@ -35,8 +35,8 @@ use crate::layout::scale_groups;
 use crate::ptx::SharedAddr;
 use crate::ptx::memory::max_global_u32;
 use crate::ptx::shared;
-use crate::ptx::shuffle::any;
-use crate::ptx::special::{block_idx_x, sync_threads, thread_idx_x};
+use crate::ptx::collective::{any, sync_threads};
+use crate::ptx::special::{block_idx_x, thread_idx_x};
 
 /// Threads of a block for FP16 and E4M3: four a key, half a tile.
 pub const THREADS: u32 = KEYS as u32 / 2 * LANES;
@@ -95,8 +95,8 @@ impl Call {
                 true => self.order,
                 false => self.order.add(index as usize * self.kv_tokens as usize),
             };
-            let token = if live { token_at(order, position) } else { 0 };
-            let raw = if live { Part::load(&head, token, lane) } else { [[0; 4]; 4] };
+            let token = token_at(order, position, live);
+            let raw = Part::load(&head, token, lane, live);
             let mut part = Part::unpack::<E>(&raw, lane);
             if live {
                 part.turn(self.cos, self.sin, token, &head);

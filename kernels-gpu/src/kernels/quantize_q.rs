@@ -34,8 +34,8 @@ use crate::numerics::units;
 use crate::ptx::SharedAddr;
 use crate::ptx::memory::max_global_u32;
 use crate::ptx::shared;
-use crate::ptx::shuffle::{any, shuffle_xor};
-use crate::ptx::special::{block_idx_x, sync_threads, thread_idx_x};
+use crate::ptx::collective::{any, shuffle_xor, sync_threads};
+use crate::ptx::special::{block_idx_x, thread_idx_x};
 
 /// Threads of a block: four a row.
 pub const THREADS: u32 = ROWS as u32 * LANES;
@@ -88,7 +88,7 @@ impl Call {
         let head = Head::new(self.q, self.strides, batch, q_head, self.head_dim);
         // SAFETY: rows below q_tokens are read; warps and the block stay together.
         unsafe {
-            let raw = if live { Part::load(&head, token, lane) } else { [[0; 4]; 4] };
+            let raw = Part::load(&head, token, lane, live);
             let max = raw.iter().fold(0, largest::<E>);
             let mut broken = has_nonfinite::<E>(max) as u32;
             broken |= shuffle_xor::<1>(broken);
@@ -99,11 +99,9 @@ impl Call {
             if live {
                 part.turn(self.cos, self.sin, token, &head);
             }
+            let mut shift = 0.0;
             if !self.lse_shift.is_null() {
-                let shift = self.scale * part.dot(self.k_mean.add(kv_head * 128));
-                if live && lane == 0 {
-                    *self.lse_shift.add(index as usize * self.q_tokens as usize + token as usize) = shift;
-                }
+                shift = self.scale * part.dot(self.k_mean.add(kv_head * 128));
             }
             if broken {
                 part.x = [0.0; 32];
@@ -124,6 +122,9 @@ impl Call {
                     _ => tiles::q_tile_offset_e4m3(row as usize, channel),
                 };
                 C::store(to.add(at), x);
+            }
+            if !self.lse_shift.is_null() && live && lane == 0 {
+                *self.lse_shift.add(index as usize * self.q_tokens as usize + token as usize) = shift;
             }
         }
     }
