@@ -129,7 +129,7 @@ impl Device {
         let start = Instant::now();
         let module = load(&image, driver)?;
         let load_time = start.elapsed();
-        let functions = image.entries.iter().map(|&entry| function(module, entry)).collect::<Result<_>>()?;
+        let functions = image.entries.iter().copied().flatten().map(|&entry| function(module, entry)).collect::<Result<_>>()?;
         Ok(Arc::new(Self {
             context,
             name,
