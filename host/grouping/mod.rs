@@ -89,9 +89,17 @@ pub struct Grouping {
     pub iterations: usize,
 }
 
-/// Number of clusters for a head of `tokens` valid tokens when none is given.
-pub fn default_clusters(tokens: usize) -> usize {
-    (tokens / 256).clamp(1, 64)
+/// Number of clusters for a head of `tokens` valid tokens when none is given: one for 64 tokens and at most 128
+/// for `kmeans`, one a block and at most 256 for `rounded`, one a block for `balanced`, else none.
+///
+/// `docs/grouping.md` has the sweep that this comes from.
+pub fn default_clusters(order: TokenOrder, tokens: usize) -> usize {
+    match order {
+        TokenOrder::Sequence | TokenOrder::Cube => 0,
+        TokenOrder::KMeans => (tokens / 64).clamp(1, 128),
+        TokenOrder::Rounded => (tokens / BLOCK).clamp(1, 256),
+        TokenOrder::Balanced => tokens.div_ceil(BLOCK),
+    }
 }
 
 /// Orders the value tokens of one head.
@@ -171,13 +179,13 @@ fn clusters(tokens: usize, dim: usize, config: &GroupingConfig, warm: Option<&[f
         (TokenOrder::Balanced, Some(given)) => {
             return option("clusters", "none with the order `balanced` (one a block)".into(), given);
         }
-        (TokenOrder::Balanced, None) => Some(tokens.div_ceil(BLOCK)),
+        (TokenOrder::Balanced, None) => Some(default_clusters(TokenOrder::Balanced, tokens)),
         (_, Some(given)) if !(1..=MAX_CLUSTERS).contains(&given) => {
             return option("clusters", format!("1 to {MAX_CLUSTERS}"), given);
         }
         (_, given) => given,
     };
-    let cold = wanted.unwrap_or_else(|| default_clusters(tokens)).min(tokens);
+    let cold = wanted.unwrap_or_else(|| default_clusters(config.order, tokens)).min(tokens);
     if cold > 1 << 16 {
         return option("clusters", "at most 65536 blocks with the order `balanced`".into(), cold);
     }
