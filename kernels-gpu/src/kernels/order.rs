@@ -280,16 +280,18 @@ pub unsafe extern "ptx-kernel" fn order_scatter(
             let like = matching(label);
             let rank = (like & lanes_before()).count_ones();
             let counts = label != u32::MAX;
+            let leads = counts & (rank == 0);
             let slot = place(warp * clusters + if counts { label } else { 0 });
             let first = shared::load_u32(slot);
-            if counts {
-                *order.add((first + rank) as usize) = token(step as u32);
-            }
+            // All have read their place before the first of a cluster moves it on.
             sync_warp();
-            if counts && rank == 0 {
+            if leads {
                 shared::store_u32(slot, first + like.count_ones());
             }
             sync_warp();
+            if counts {
+                *order.add((first + rank) as usize) = token(step as u32);
+            }
         }
     }
 }

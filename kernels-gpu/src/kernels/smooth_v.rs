@@ -16,7 +16,7 @@
 //! | `kv_lens` | u32 `[batch]`, or null | tokens that count |
 //! | `means` | f32 `[batch, kv_heads, blocks, 128]`, or null | receives the block means, the bits of [`block_mean`](crate::numerics::mean::block_mean); null is the plain kernel, whose residual is the value itself |
 //! | `amax` | u32 `[batch, kv_heads, 2, 128]`, zeroed by the caller | receives per channel the largest abs residual and the largest abs mean, as f32 bits |
-//! | `shares` | f32 `[batch, kv_heads, blocks]`, or null | receives the share of the block's energy that its mean holds; -1 for a block without energy, which does not count |
+//! | `shares` | f32 `[batch, kv_heads, blocks]`, or null | receives the share of the block's energy that its mean holds; -1 for a block without energy (in f32), which does not count |
 //! | `poisoned` | u32 `[batch, kv_heads]`, zeroed by the caller | set to 1 where a value that counts is not finite |
 //! | `v_batch`, `v_head`, `v_token` | i64 | strides of `v` |
 //! | `kv_tokens`, `kv_heads`, `head_dim` | u32 | sizes |
