@@ -174,7 +174,7 @@ impl DevicePlan {
         let s = &spec.shape;
         let clusters = match spec.recipe.grouping.order {
             TokenOrder::KMeans => {
-                spec.recipe.grouping.clusters.unwrap_or_else(|| default_clusters(s.kv_tokens)).min(s.kv_tokens)
+                spec.recipe.grouping.clusters.unwrap_or_else(|| default_clusters(TokenOrder::KMeans, s.kv_tokens)).min(s.kv_tokens)
             }
             _ => 0,
         };
