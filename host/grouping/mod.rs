@@ -25,6 +25,9 @@ pub const BLOCK: usize = kernels_gpu::layout::VALUE_BLOCK;
 /// Largest number of clusters of a k-means.
 pub const MAX_CLUSTERS: usize = 1024;
 
+/// Tokens of a cluster of `kmeans`, at least, when no number of clusters is given.
+pub const TOKENS_PER_CLUSTER: usize = 64;
+
 /// Iterations of a k-means from a cold start.
 pub const COLD_ITERATIONS: usize = 4;
 
@@ -96,7 +99,7 @@ pub struct Grouping {
 pub fn default_clusters(order: TokenOrder, tokens: usize) -> usize {
     match order {
         TokenOrder::Sequence | TokenOrder::Cube => 0,
-        TokenOrder::KMeans => (tokens / 64).clamp(1, 128),
+        TokenOrder::KMeans => (tokens / TOKENS_PER_CLUSTER).clamp(1, 128),
         TokenOrder::Rounded => (tokens / BLOCK).clamp(1, 256),
         TokenOrder::Balanced => tokens.div_ceil(BLOCK),
     }
