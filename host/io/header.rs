@@ -39,8 +39,9 @@ impl Header {
         if header.len() > MAX_BYTES {
             return Err(format!("header: expected at most {MAX_BYTES} bytes, given {length}"));
         }
-        let Json { tensors, metadata } = serde_json::from_slice(header)
-            .map_err(|error| format!("header: expected JSON of tensors, given {error}"))?;
+        let Json { tensors, metadata } = serde_json::from_slice(header).map_err(|error| {
+            format!("header: expected JSON of tensors, given {}", clip(&error.to_string(), 400))
+        })?;
         let header = Self { tensors, metadata, data_start: 8 + header.len() };
         header.check(given - (header.data_start - 8))?;
         Ok(header)

@@ -1,2 +1,50 @@
-//! Project tasks in place of shell scripts.
-fn main() {}
+//! Project tasks in place of shell scripts: `cargo xtask --help`.
+
+mod budget;
+mod kernels;
+mod ptx;
+mod ptxas;
+mod toolchain;
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+
+#[derive(Parser)]
+#[command(name = "cargo xtask", about = "Project tasks of vc-attention", max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Subcommand)]
+enum Task {
+    /// Build the GPU kernels to PTX, pass them through ptxas and its gates, and write kernels-gpu/ptx.
+    ///
+    /// Needs a compiler for nvptx64-nvidia-cuda with the source of `core` and ptxas; says what to install
+    /// when either is missing. A plain `cargo build` of the project needs neither.
+    Kernels {
+        /// Change nothing: rebuild elsewhere, fail unless PTX and budget equal the committed ones.
+        #[arg(long)]
+        check: bool,
+    },
+    /// Put the pinned ptxas under target/ptxas, from its wheel on PyPI.
+    Ptxas {
+        /// Unpack this wheel of nvidia-cuda-nvcc instead of downloading one.
+        #[arg(long, value_name = "FILE")]
+        wheel: Option<PathBuf>,
+    },
+}
+
+/// The workspace's folder.
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies inside the workspace")
+}
+
+fn main() -> Result<()> {
+    match Cli::parse().task {
+        Task::Kernels { check } => kernels::run(check),
+        Task::Ptxas { wheel } => ptxas::install(wheel.as_deref()),
+    }
+}

@@ -127,9 +127,9 @@ impl Device {
         let image = super::embedded::for_capability(capability)
             .ok_or_else(|| Error::Device { reason: super::embedded::not_covered(&name, capability) })?;
         let start = Instant::now();
-        let module = load(image, driver)?;
+        let module = load(&image, driver)?;
         let load_time = start.elapsed();
-        let functions = image.entries.iter().map(|&entry| function(module, entry)).collect::<Result<_>>()?;
+        let functions = image.entries.iter().copied().flatten().map(|&entry| function(module, entry)).collect::<Result<_>>()?;
         Ok(Arc::new(Self {
             context,
             name,
@@ -365,25 +365,38 @@ impl Buffer {
     /// # Errors
     /// When the buffer is shorter, or of the driver.
     pub fn to_vec<T: bytemuck::Pod>(&self, len: usize) -> Result<Vec<T>> {
-        if len * size_of::<T>() > self.bytes {
-            return Err(Error::Device {
-                reason: format!("reading {} bytes from a buffer of {}", len * size_of::<T>(), self.bytes),
-            });
+        self.read_range(0, len)
+    }
+
+    /// Copies `len` values out that start `offset` bytes in; see [`Buffer::to_vec`].
+    ///
+    /// # Errors
+    /// When the buffer is shorter, or of the driver.
+    pub(super) fn read_range<T: bytemuck::Pod>(&self, offset: usize, len: usize) -> Result<Vec<T>> {
+        let end = offset + len * size_of::<T>();
+        if end > self.bytes {
+            return Err(Error::Device { reason: format!("reading up to byte {end} of a buffer of {}", self.bytes) });
         }
         self.device.bind()?;
         let mut out = vec![T::zeroed(); len];
         // SAFETY: the bytes are inside the buffer.
-        unsafe { result::memcpy_dtoh_sync(&mut out, self.ptr) }.map_err(|e| failed("copying from the GPU", e))?;
+        unsafe { result::memcpy_dtoh_sync(&mut out, self.ptr + offset as u64) }
+            .map_err(|e| failed("copying from the GPU", e))?;
         Ok(out)
     }
 
-    /// Fills the buffer with a byte, on a stream.
+    /// Sets `bytes` bytes from `offset` on, on a stream.
     ///
     /// # Errors
-    /// Of the driver.
-    pub fn fill(&self, byte: u8, stream: Stream) -> Result<()> {
-        // SAFETY: the buffer's own memory.
-        unsafe { result::memset_d8_async(self.ptr, byte, self.bytes, stream.raw()) }
+    /// When the buffer is shorter, or of the driver.
+    pub(super) fn fill_range(&self, offset: usize, bytes: usize, byte: u8, stream: Stream) -> Result<()> {
+        if offset + bytes > self.bytes {
+            return Err(Error::Device {
+                reason: format!("clearing up to byte {} of a buffer of {}", offset + bytes, self.bytes),
+            });
+        }
+        // SAFETY: inside the buffer's own memory.
+        unsafe { result::memset_d8_async(self.ptr + offset as u64, byte, bytes, stream.raw()) }
             .map_err(|e| failed("clearing device memory", e))
     }
 

@@ -49,8 +49,8 @@ pub fn sample_f32() -> impl Iterator<Item = f32> {
     near.chain((0u32..=u32::MAX).step_by(4_099)).map(f32::from_bits)
 }
 
-/// Calls `check` with every one of the 2^32 bit patterns, on all cores.
-pub fn for_every_f32(check: impl Fn(f32) + Sync) {
+/// Calls `check` with every one of the 2^31 floats whose sign bit is clear, NaNs too, on all cores.
+pub fn for_every_magnitude(check: impl Fn(f32) + Sync) {
     const CHUNK: u64 = 1 << 22;
     let next = std::sync::atomic::AtomicU64::new(0);
     let threads = std::thread::available_parallelism().map_or(2, usize::from);
@@ -59,7 +59,7 @@ pub fn for_every_f32(check: impl Fn(f32) + Sync) {
             scope.spawn(|| {
                 loop {
                     let start = next.fetch_add(CHUNK, std::sync::atomic::Ordering::Relaxed);
-                    if start >= 1 << 32 {
+                    if start >= 1 << 31 {
                         return;
                     }
                     for bits in start..start + CHUNK {
@@ -74,6 +74,23 @@ pub fn for_every_f32(check: impl Fn(f32) + Sync) {
 /// Every finite binary16 value.
 pub fn finite_f16() -> impl Iterator<Item = f32> {
     (0..=u16::MAX).map(|bits| half::f16::from_bits(bits).to_f32()).filter(|x| x.is_finite())
+}
+
+/// A binary16 value as an integer multiple of `2^-24`, which every one is.
+pub fn fixed_point(x: f32) -> i64 {
+    (f64::from(x) * 2f64.powi(24)) as i64
+}
+
+/// Rounds `x * 2^-24` to binary16 in integers: an oracle that never rounds twice.
+pub fn f16_of_fixed_point(x: i64) -> f32 {
+    let magnitude = x.unsigned_abs();
+    let drop = (64 - magnitude.leading_zeros()).saturating_sub(11);
+    let (quotient, rest) = (magnitude >> drop, magnitude & ((1 << drop) - 1));
+    let half = if drop == 0 { 1 } else { 1 << (drop - 1) };
+    let up = rest > half || rest == half && quotient % 2 == 1;
+    let value = ((quotient + u64::from(up)) << drop) as f64 * 2f64.powi(-24);
+    let value = if value >= 65536.0 { f32::INFINITY } else { value as f32 };
+    if x < 0 { -value } else { value }
 }
 
 /// A small generator of repeatable noise (xorshift64*, Vigna 2016).

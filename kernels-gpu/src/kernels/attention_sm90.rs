@@ -1,0 +1,946 @@
+//! Fused low-bit attention for Hopper, section 2 of the method on wgmma.
+//!
+//! A block serves 128 query rows of one head: one producer warp streams K and V tiles through a ring in shared
+//! memory, and two warpgroups of 64 rows each run the loop of [`consume`]. Scores leave the Tensor Core as packed
+//! f16 in *code units* (eighths of an octave: Q and K carry sqrt(scale * 8 log2 e) each), probabilities are
+//! E4M3 bytes whose largest in a row is 256, and the tiles are those of [`tiles`].
+//!
+//! What runs beside what, for key block j of a warpgroup:
+//!
+//! ```text
+//! Tensor Core   | S(j+1) = Q K(j+1)^T | A += P(j) R(j)          |
+//! scalar units  |                     | max, codes of S(j+1)    | row sums, promotion, rescale, pack P(j+1)
+//! ```
+//!
+//! The other warpgroup fills the Tensor Core where this one is busy with the last column.
+//!
+//! * **Row sums** come from 8 rows of ones behind every V tile (ExpCast), or from the f32 exponentials (exp2).
+//! * **Block means** are deferred: the row sums of 16 key blocks are the A fragment of one 16-bit product with
+//!   their 16 means.
+//! * **Promotion**: FP8 products keep about 14 bits while accumulating, so they accumulate into a partial that is
+//!   added to the f32 accumulator every `promote` key blocks.
+//! * **Rescaling** by alpha happens only where a warp saw one of its row maxima move, beside the product that
+//!   is still under the old ones; that one takes alpha when it is added.
+//! * **Not finite**: the row max keeps a NaN, and one of a score or an overflow makes it NaN or infinite; such a
+//!   row is NaN in the output. `poisoned` marks (batch, kv head)s whose keys or values were not finite.
+//!
+//! # Parameters of every entry
+//! Device pointers, 16-byte aligned unless said otherwise; heads are numbered batch * heads + head.
+//!
+//! | name | what |
+//! |---|---|
+//! | `q`, `k`, `v`, `means` | tiles ([`tiles`]), heads in order; `means` is not read without smoothing |
+//! | `v_scale` | f32 `[batch, kv_heads, 128]`: multiplies channel c of the output |
+//! | `kv_lens` | u32 `[batch]`, or null: keys that count, at most `kv_tokens` |
+//! | `poisoned` | u32 `[batch, kv_heads]`, or null: not 0 makes the head's output NaN |
+//! | `out` | element (b, h, t, c) at b * `out_batch` + h * `out_head` + t * `out_token` + c, in elements; 8-byte (f32) or 4-byte aligned pairs |
+//! | `lse` | f32 `[batch, q_heads, q_tokens]`, or null: receives the natural log of the sum of exponentials |
+//! | `lse_shift` | as `lse`, or null: added to it (what centring K took away) |
+//! | `row_max` | u32 `[batch, q_heads]`, or null, zeroed by the caller: the largest magnitude of a row max in code units, as f32 bits (which order as integers; NaN is on top) |
+//! | `q_tokens`, `kv_tokens`, `q_heads`, `kv_heads`, `group` | sizes; `group` = `q_heads` / `kv_heads` query heads share a kv head |
+//! | `promote` | key blocks between promotions, at least 1 |
+//! | `out_type` | [`OUT_F32`], [`OUT_F16`] or [`OUT_BF16`] |
+//!
+//! The grid is ceil(`q_tokens` / 128) x `q_heads` x batch: query blocks of a head first, so that the blocks that
+//! run together share K and V in L2.
+
+use core::arch::{asm, global_asm};
+use core::num::NonZeroU32;
+
+use super::tiles::{self, HEAD_DIM, KEYS, MEAN_BLOCKS, MEAN_BYTES, ROWS, V_BYTES};
+use super::{ONES_BYTES, STAGES_E4M3, STAGES_F16};
+use crate::ptx::bulk_copy::global_to_shared;
+use crate::ptx::f16x2::{self, splat};
+use crate::ptx::mbarrier::{Barrier, fence_init, fence_proxy_async};
+use crate::ptx::memory::{max_global_u32, store_shared_v4};
+use crate::ptx::shuffle::{any, permute, shuffle_xor, warp_max_u32};
+use crate::ptx::special::{
+    block_idx_x, block_idx_y, block_idx_z, claim_registers, release_registers, sync_threads, thread_idx_x,
+};
+use crate::ptx::wgmma::{self, Descriptor, pin};
+use crate::ptx::{SharedAddr, convert};
+
+/// `out_type`: f32.
+pub const OUT_F32: u32 = 0;
+/// `out_type`: f16.
+pub const OUT_F16: u32 = 1;
+/// `out_type`: bf16.
+pub const OUT_BF16: u32 = 2;
+
+global_asm!(".extern .shared .align 1024 .b8 vc_shared[];");
+
+/// Start of the dynamic shared memory, a multiple of 1024.
+#[inline(always)]
+fn shared_base() -> SharedAddr {
+    let base: u32;
+    // SAFETY: reads the address of a symbol declared above.
+    unsafe { asm!("mov.u32 {}, vc_shared;", out(reg32) base, options(pure, nomem, nostack)) }
+    SharedAddr(base)
+}
+
+/// The product of queries and keys: 64 x 128 scores in packed f16.
+trait Scores {
+    const Q_BYTES: usize;
+    const K_BYTES: usize;
+    const STAGES: usize;
+    /// Issues S = Q K^T for one key tile.
+    unsafe fn issue(s: &mut [u32; 32], q: SharedAddr, k: SharedAddr);
+}
+
+/// FP16 queries and keys.
+struct F16;
+
+impl Scores for F16 {
+    const Q_BYTES: usize = tiles::Q_F16_BYTES;
+    const K_BYTES: usize = tiles::K_F16_BYTES;
+    const STAGES: usize = STAGES_F16;
+
+    #[inline(always)]
+    unsafe fn issue(s: &mut [u32; 32], q: SharedAddr, k: SharedAddr) {
+        for half in 0..2 {
+            let q = Descriptor::swizzled(q.add(half * (Self::Q_BYTES as u32 / 2)));
+            let k = Descriptor::swizzled(k.add(half * (Self::K_BYTES as u32 / 2)));
+            for step in 0..4 {
+                // SAFETY: the caller's protocol; both tiles lie in shared memory as `tiles` says.
+                unsafe { wgmma::m64n128k16_f16_f16(s, q.add(step * 32), k.add(step * 32), half + step > 0) }
+            }
+        }
+    }
+}
+
+/// E4M3 queries and keys.
+struct E4m3;
+
+impl Scores for E4m3 {
+    const Q_BYTES: usize = tiles::Q_E4M3_BYTES;
+    const K_BYTES: usize = tiles::K_E4M3_BYTES;
+    const STAGES: usize = STAGES_E4M3;
+
+    #[inline(always)]
+    unsafe fn issue(s: &mut [u32; 32], q: SharedAddr, k: SharedAddr) {
+        let (q, k) = (Descriptor::swizzled(q), Descriptor::swizzled(k));
+        for step in 0..4 {
+            // SAFETY: the caller's protocol; both tiles lie in shared memory as `tiles` says.
+            unsafe { wgmma::m64n128k32_f16_e4m3(s, q.add(step * 32), k.add(step * 32), step > 0) }
+        }
+    }
+}
+
+/// Values of two rows: the thread's upper and, 8 further down, its lower.
+type Rows = [f32; 2];
+
+/// From scores to E4M3 probabilities and their product with the values.
+trait Weights {
+    /// The two 16-bit halves of a score register after [`encode`](Self::encode), as `prmt` picks the four
+    /// bytes of two registers.
+    const PACK: u32;
+    /// Writes the codes of scores `s` under the row maxima `max` (upper row in the lower half) over them.
+    /// Returns this thread's share of the row sums if they are not taken from the product. `not_zero` is for
+    /// [`stay`].
+    fn encode(s: &mut [u32; 32], max: u32, not_zero: u32) -> Rows;
+    /// Issues partial += P R for one value tile.
+    unsafe fn issue(partial: &mut Partial, p: &[u32; 16], v: SharedAddr, accumulate: bool);
+    /// Row sums of the tile whose product is complete, and readies the partial for the next.
+    unsafe fn row_sums(partial: &mut Partial, encoded: Rows) -> Rows;
+    /// What the codes take for the row maxima, in code units.
+    fn shift(max: u32) -> Rows;
+}
+
+/// The FP8 product since the last promotion, and the columns of ones.
+struct Partial {
+    values: [f32; 64],
+    ones: [f32; 4],
+}
+
+/// The packed ExpCast encoder: a byte is the score rounded in code units, exponential by its own format.
+struct ExpCast;
+
+impl ExpCast {
+    /// -0.484375: with it every row max below 1024 code units lands on byte 120.
+    const BETA: u16 = 0xb7c0;
+    const BETA_F32: f32 = -0.484375;
+    /// 1024 + 120: f16 has no fraction from here on, so adding it rounds to whole codes, and the code of the
+    /// max is 120 above 1024, whose low byte is 0.
+    const TOP: u16 = 0x6478;
+    /// 1024: byte 0.
+    const ZERO: u16 = 0x6400;
+
+    /// What is added to the scores of both rows.
+    #[inline(always)]
+    fn addend(max: u32) -> u32 {
+        f16x2::sub(splat(Self::BETA), max)
+    }
+}
+
+impl Weights for ExpCast {
+    const PACK: u32 = 0x6420;
+
+    #[inline(always)]
+    fn encode(s: &mut [u32; 32], max: u32, not_zero: u32) -> Rows {
+        let addend = Self::addend(max);
+        let rows = [permute(addend, addend, 0x1010), permute(addend, addend, 0x3232)];
+        stay(not_zero, || {
+            for (i, s) in s.iter_mut().enumerate() {
+                let code = f16x2::add(f16x2::add(*s, rows[i % 2]), splat(Self::TOP));
+                *s = f16x2::max(code, splat(Self::ZERO));
+            }
+            pin(s);
+        });
+        [0.0; 2]
+    }
+
+    #[inline(always)]
+    unsafe fn issue(partial: &mut Partial, p: &[u32; 16], v: SharedAddr, accumulate: bool) {
+        let v = Descriptor::swizzled(v);
+        for step in 0..4 {
+            let a = [p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3]];
+            let (values, ones) = (&mut partial.values, &mut partial.ones);
+            // SAFETY: the caller's protocol; the ones rows lie behind the tile.
+            unsafe {
+                wgmma::m64n136k32_f32_e4m3(values, ones, a, v.add(step as u32 * 32), accumulate || step > 0)
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn row_sums(partial: &mut Partial, _encoded: Rows) -> Rows {
+        let sums = [partial.ones[0], partial.ones[2]];
+        partial.ones = [0.0; 4];
+        sums
+    }
+
+    #[inline(always)]
+    fn shift(max: u32) -> Rows {
+        // The addend was rounded to f16: its own maximum is what all codes agree on.
+        let (upper, lower) = convert::f32_of_f16x2(Self::addend(max));
+        [Self::BETA_F32 - upper, Self::BETA_F32 - lower]
+    }
+}
+
+/// 256 exp, rounded to E4M3; row sums of the exponentials in f32.
+struct Exp2;
+
+impl Weights for Exp2 {
+    const PACK: u32 = 0x5410;
+
+    #[inline(always)]
+    fn encode(s: &mut [u32; 32], max: u32, not_zero: u32) -> Rows {
+        let (upper, lower) = convert::f32_of_f16x2(max);
+        let offset = [convert::fma(upper, -0.125, 8.0), convert::fma(lower, -0.125, 8.0)];
+        let mut sums = [0.0; 2];
+        // In quarters: the assembler would take all scores apart first and run out of registers.
+        let (quarters, _) = s.as_chunks_mut::<8>();
+        for quarter in quarters {
+            stay(not_zero, || {
+                for (i, s) in quarter.iter_mut().enumerate() {
+                    let (a, b) = convert::f32_of_f16x2(*s);
+                    let a = convert::exp2(convert::fma(a, 0.125, offset[i % 2]));
+                    let b = convert::exp2(convert::fma(b, 0.125, offset[i % 2]));
+                    sums[i % 2] += a + b;
+                    *s = convert::e4m3x2(a, b) as u32;
+                }
+                pin(quarter);
+            });
+        }
+        sums
+    }
+
+    #[inline(always)]
+    unsafe fn issue(partial: &mut Partial, p: &[u32; 16], v: SharedAddr, accumulate: bool) {
+        let v = Descriptor::swizzled(v);
+        for step in 0..4 {
+            let a = [p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3]];
+            // SAFETY: the caller's protocol.
+            unsafe {
+                wgmma::m64n128k32_f32_e4m3(
+                    &mut partial.values,
+                    a,
+                    v.add(step as u32 * 32),
+                    accumulate || step > 0,
+                )
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn row_sums(_partial: &mut Partial, encoded: Rows) -> Rows {
+        // SAFETY: the whole warp is here.
+        unsafe { [quad_sum(encoded[0]), quad_sum(encoded[1])] }
+    }
+
+    #[inline(always)]
+    fn shift(max: u32) -> Rows {
+        let (upper, lower) = convert::f32_of_f16x2(max);
+        [upper, lower]
+    }
+}
+
+/// The sum over the four threads that share a row.
+#[inline(always)]
+unsafe fn quad_sum(x: f32) -> f32 {
+    // SAFETY: the whole warp is here.
+    unsafe {
+        let x = x + f32::from_bits(shuffle_xor::<1>(x.to_bits()));
+        x + f32::from_bits(shuffle_xor::<2>(x.to_bits()))
+    }
+}
+
+/// Shared memory of a block.
+struct Shared<S> {
+    base: SharedAddr,
+    scores: core::marker::PhantomData<S>,
+}
+
+impl<S: Scores> Shared<S> {
+    const K: u32 = 2 * S::Q_BYTES as u32;
+    const V: u32 = Self::K + (S::STAGES * S::K_BYTES) as u32;
+    const MEANS: u32 = Self::V + (S::STAGES * (V_BYTES + ONES_BYTES)) as u32;
+    const BARRIERS: u32 = Self::MEANS + 2 * MEAN_BYTES as u32;
+    const STAGES: u32 = S::STAGES as u32;
+
+    #[inline(always)]
+    fn new() -> Self {
+        Self { base: shared_base(), scores: core::marker::PhantomData }
+    }
+    #[inline(always)]
+    fn q(&self, warpgroup: u32) -> SharedAddr {
+        self.base.add(warpgroup * S::Q_BYTES as u32)
+    }
+    #[inline(always)]
+    fn k(&self, stage: u32) -> SharedAddr {
+        self.base.add(Self::K + stage * S::K_BYTES as u32)
+    }
+    #[inline(always)]
+    fn v(&self, stage: u32) -> SharedAddr {
+        self.base.add(Self::V + stage * (V_BYTES + ONES_BYTES) as u32)
+    }
+    #[inline(always)]
+    fn means(&self, slot: u32) -> SharedAddr {
+        self.base.add(Self::MEANS + slot * MEAN_BYTES as u32)
+    }
+    #[inline(always)]
+    fn barrier(&self, index: u32) -> Barrier {
+        Barrier::at(self.base.add(Self::BARRIERS + index * Barrier::BYTES))
+    }
+    #[inline(always)]
+    fn q_full(&self) -> Barrier {
+        self.barrier(0)
+    }
+    #[inline(always)]
+    fn k_full(&self, stage: u32) -> Barrier {
+        self.barrier(1 + stage)
+    }
+    #[inline(always)]
+    fn v_full(&self, stage: u32) -> Barrier {
+        self.barrier(1 + Self::STAGES + stage)
+    }
+    #[inline(always)]
+    fn means_full(&self, slot: u32) -> Barrier {
+        self.barrier(1 + 2 * Self::STAGES + slot)
+    }
+    #[inline(always)]
+    fn k_free(&self, stage: u32) -> Barrier {
+        self.barrier(3 + 2 * Self::STAGES + stage)
+    }
+    #[inline(always)]
+    fn v_free(&self, stage: u32) -> Barrier {
+        self.barrier(3 + 3 * Self::STAGES + stage)
+    }
+    #[inline(always)]
+    fn means_free(&self, slot: u32) -> Barrier {
+        self.barrier(3 + 4 * Self::STAGES + slot)
+    }
+
+    /// Barriers and rows of ones, once a block.
+    #[inline(always)]
+    unsafe fn prepare(&self, thread: u32) {
+        // SAFETY: the block's own memory before anybody uses it; every thread is here.
+        unsafe {
+            if thread == 0 {
+                // A producer fills; the 8 consumer warps free.
+                for i in 0..3 + 2 * Self::STAGES {
+                    self.barrier(i).init(1);
+                }
+                for i in 3 + 2 * Self::STAGES..5 + 4 * Self::STAGES {
+                    self.barrier(i).init(8);
+                }
+                fence_init();
+            }
+            const PIECES: u32 = ONES_BYTES as u32 / 16;
+            if thread < PIECES * Self::STAGES {
+                let at = self.v(thread / PIECES).add(V_BYTES as u32 + thread % PIECES * 16);
+                store_shared_v4(at, [0x3838_3838; 4]); // E4M3 ones
+            }
+            fence_proxy_async();
+            sync_threads();
+        }
+    }
+}
+
+/// A place in a ring of `STAGES` and how often it was passed, as the parity that its barriers wait for.
+#[derive(Clone, Copy)]
+struct Ring<const STAGES: u32> {
+    stage: u32,
+    parity: u32,
+}
+
+impl<const STAGES: u32> Ring<STAGES> {
+    #[inline(always)]
+    fn start() -> Self {
+        Self { stage: 0, parity: 0 }
+    }
+    #[inline(always)]
+    fn advance(&mut self) {
+        self.stage += 1;
+        if self.stage == STAGES {
+            self.stage = 0;
+            self.parity ^= 1;
+        }
+    }
+}
+
+/// The parameters of an entry, and what a block makes of them.
+struct Call {
+    q: *const u8,
+    k: *const u8,
+    v: *const u8,
+    means: *const u8,
+    v_scale: *const f32,
+    kv_lens: *const u32,
+    poisoned: *const u32,
+    out: *mut u8,
+    lse: *mut f32,
+    lse_shift: *const f32,
+    row_max: *mut u32,
+    q_tokens: u32,
+    kv_tokens: u32,
+    q_heads: u32,
+    kv_heads: u32,
+    group: NonZeroU32,
+    out_batch: i64,
+    out_head: i64,
+    out_token: i64,
+    promote: u32,
+    out_type: u32,
+}
+
+/// What one block works on.
+struct Work {
+    batch: u32,
+    /// Query head in its batch.
+    h: u32,
+    /// batch * kv_heads + kv head.
+    kv_head: u32,
+    /// First query row.
+    row: u32,
+    /// Keys that count.
+    keys: u32,
+    /// Tiles that hold them.
+    tiles: u32,
+}
+
+impl Call {
+    #[inline(always)]
+    unsafe fn work(&self) -> Work {
+        let (h, batch) = (block_idx_y(), block_idx_z());
+        let kv_head = batch * self.kv_heads + h / self.group;
+        let mut keys = self.kv_tokens;
+        if !self.kv_lens.is_null() {
+            // SAFETY: one word a batch by contract.
+            keys = keys.min(unsafe { *self.kv_lens.add(batch as usize) });
+        }
+        let row = block_idx_x() * 2 * ROWS as u32;
+        Work { batch, h, kv_head, row, keys, tiles: keys.div_ceil(KEYS as u32) }
+    }
+}
+
+/// One lane streams the operands of a block: Q once, then K, V and every 16th tile the means.
+#[inline(always)]
+unsafe fn produce<S: Scores, const STAGES: u32, const SMOOTH: bool>(
+    call: &Call,
+    work: &Work,
+    shared: &Shared<S>,
+) {
+    let tiles_a_head = call.kv_tokens.div_ceil(KEYS as u32) as usize;
+    let kv_head = work.kv_head as usize;
+    let q_tile = (work.batch * call.q_heads + work.h) as usize
+        * (call.q_tokens.div_ceil(2 * ROWS as u32) as usize * 2)
+        + work.row as usize / ROWS;
+    // SAFETY: offsets inside the tiles of this head; every slot is filled after its consumers freed it.
+    unsafe {
+        let q = call.q.add(q_tile * S::Q_BYTES);
+        let mut k = call.k.add(kv_head * tiles_a_head * S::K_BYTES);
+        let mut v = call.v.add(kv_head * tiles_a_head * V_BYTES);
+        let mut means = call.means.wrapping_add(kv_head * tiles_a_head.div_ceil(MEAN_BLOCKS) * MEAN_BYTES);
+
+        shared.q_full().arrive_expect(2 * S::Q_BYTES as u32);
+        global_to_shared(shared.q(0), q, 2 * S::Q_BYTES as u32, shared.q_full());
+        let (mut ring, mut slot) = (Ring::<STAGES>::start(), Ring::<2>::start());
+        for tile in 0..work.tiles {
+            // The phase before the first counts as complete: fresh slots are free.
+            shared.k_free(ring.stage).wait(ring.parity ^ 1);
+            shared.k_full(ring.stage).arrive_expect(S::K_BYTES as u32);
+            global_to_shared(shared.k(ring.stage), k, S::K_BYTES as u32, shared.k_full(ring.stage));
+            k = k.add(S::K_BYTES);
+
+            shared.v_free(ring.stage).wait(ring.parity ^ 1);
+            shared.v_full(ring.stage).arrive_expect(V_BYTES as u32);
+            global_to_shared(shared.v(ring.stage), v, V_BYTES as u32, shared.v_full(ring.stage));
+            v = v.add(V_BYTES);
+            ring.advance();
+
+            if SMOOTH && tile % MEAN_BLOCKS as u32 == 0 {
+                shared.means_free(slot.stage).wait(slot.parity ^ 1);
+                shared.means_full(slot.stage).arrive_expect(MEAN_BYTES as u32);
+                global_to_shared(
+                    shared.means(slot.stage),
+                    means,
+                    MEAN_BYTES as u32,
+                    shared.means_full(slot.stage),
+                );
+                means = means.wrapping_add(MEAN_BYTES);
+                slot.advance();
+            }
+        }
+    }
+}
+
+/// The running state of a thread's two rows.
+struct State {
+    /// Row maxima in f16 code units, the upper row in the lower half.
+    max: u32,
+    /// Row sums under `max`.
+    sum: Rows,
+    /// Output under `max`, all promoted parts.
+    out: [f32; 64],
+    /// FP8 products since the last promotion.
+    partial: Partial,
+    /// Whether `partial` holds none yet.
+    fresh: bool,
+    /// Row sums of the key blocks whose means are not restored yet: an A fragment of 16 columns.
+    pending: [u32; 4],
+}
+
+impl State {
+    #[inline(always)]
+    fn new() -> Self {
+        Self {
+            max: splat(0xfc00),
+            sum: [0.0; 2],
+            out: [0.0; 64],
+            partial: Partial { values: [0.0; 64], ones: [0.0; 4] },
+            fresh: true,
+            pending: [0; 4],
+        }
+    }
+
+    /// Takes the scores of a tile into the row maxima.
+    #[inline(always)]
+    unsafe fn raise_max(&mut self, s: &[u32; 32]) {
+        const CHAINS: usize = 4;
+        // Four chains a row: one would be as long as its latency, a tree needs registers that are not there.
+        let mut m = [0; CHAINS];
+        m.copy_from_slice(&s[..CHAINS]);
+        for i in CHAINS..32 {
+            m[i % CHAINS] = f16x2::max_nan(m[i % CHAINS], s[i]);
+        }
+        for i in (2..CHAINS).rev() {
+            m[i % 2] = f16x2::max_nan(m[i % 2], m[i]);
+        }
+        let m = f16x2::max_nan(permute(m[0], m[1], 0x5410), permute(m[0], m[1], 0x7632));
+        // SAFETY: the whole warp is here.
+        unsafe {
+            let m = f16x2::max_nan(m, shuffle_xor::<1>(m));
+            let m = f16x2::max_nan(m, shuffle_xor::<2>(m));
+            self.max = f16x2::max_nan(self.max, m);
+        }
+    }
+
+    /// Takes in the product of key block `block`, which is under the maxima before `alpha`: row sums, and at its
+    /// time the promotion. `lane` is the thread's place among the four of its rows.
+    #[inline(always)]
+    unsafe fn absorb<W: Weights, const SMOOTH: bool>(
+        &mut self,
+        lane: u32,
+        block: u32,
+        encoded: Rows,
+        alpha: Option<Rows>,
+        promote: bool,
+    ) {
+        // SAFETY: the product is complete and the whole warp is here.
+        let sums = unsafe { W::row_sums(&mut self.partial, encoded) };
+        let factor = alpha.unwrap_or([1.0; 2]);
+        let sums = [sums[0] * factor[0], sums[1] * factor[1]];
+        self.sum[0] += sums[0];
+        self.sum[1] += sums[1];
+        if SMOOTH {
+            self.keep_pending(lane, block % MEAN_BLOCKS as u32, sums);
+        }
+        self.fresh = promote;
+        if promote {
+            for (i, p) in self.partial.values.iter().enumerate() {
+                self.out[i] = convert::fma(*p, factor[i / 2 % 2], self.out[i]);
+            }
+        } else if alpha.is_some() {
+            for (i, p) in self.partial.values.iter_mut().enumerate() {
+                *p *= factor[i / 2 % 2];
+            }
+        }
+    }
+
+    /// Row sums become column `column` of the A fragment; lane t holds columns 2(t%4) + {0, 1} and 8 more.
+    #[inline(always)]
+    fn keep_pending(&mut self, lane: u32, column: u32, sums: Rows) {
+        let mine = lane == column % 8 / 2;
+        for (row, sum) in sums.into_iter().enumerate() {
+            let pair = convert::f16x2(sum, sum);
+            for half in 0..2 {
+                let old = self.pending[2 * half + row];
+                let even = permute(pair, old, 0x7610);
+                let new = if column % 2 == 0 { even } else { permute(old, pair, 0x5410) };
+                if mine && column / 8 == half as u32 {
+                    self.pending[2 * half + row] = new;
+                }
+            }
+        }
+    }
+
+    /// Brings what is not in flight from the maxima `before` to those of now, and says by which factors.
+    #[inline(always)]
+    fn rescale<W: Weights>(&mut self, before: u32) -> Rows {
+        let (old, new) = (W::shift(before), W::shift(self.max));
+        let alpha = [convert::exp2((old[0] - new[0]) * 0.125), convert::exp2((old[1] - new[1]) * 0.125)];
+        for (i, o) in self.out.iter_mut().enumerate() {
+            *o *= alpha[i / 2 % 2];
+        }
+        for row in 0..2 {
+            self.sum[row] *= alpha[row];
+            let pair = convert::f16x2(alpha[row], alpha[row]);
+            self.pending[row] = f16x2::mul(self.pending[row], pair);
+            self.pending[2 + row] = f16x2::mul(self.pending[2 + row], pair);
+        }
+        alpha
+    }
+
+    /// out += pending row sums x block means.
+    #[inline(always)]
+    unsafe fn restore_means(&mut self, means: SharedAddr) {
+        // SAFETY: the warpgroup is here, the tile has landed, and nothing else is in flight.
+        unsafe {
+            pin(&mut self.out);
+            pin(&mut self.pending);
+            wgmma::fence();
+            wgmma::m64n128k16_f32_f16(&mut self.out, self.pending, Descriptor::plain(means, 128, 256), true);
+            wgmma::commit();
+            wgmma::wait::<0>();
+            pin(&mut self.out);
+        }
+        self.pending = [0; 4];
+    }
+}
+
+/// Scores of keys from `valid` on become minus infinity: outside the max, and byte 0.
+#[inline(always)]
+fn mask(s: &mut [u32; 32], valid: u32) {
+    // Counted from this thread's first key, every comparison is with a constant and none stays in a register.
+    let valid = valid as i32 - (thread_idx_x() % 4 * 2) as i32;
+    for j in 0..16 {
+        let key = 8 * j as i32;
+        let keep = if key + 1 < valid { 0x3210 } else { 0x7610 };
+        let keep = if key < valid { keep } else { 0x7654 };
+        s[2 * j] = permute(s[2 * j], splat(0xfc00), keep);
+        s[2 * j + 1] = permute(s[2 * j + 1], splat(0xfc00), keep);
+    }
+}
+
+/// Runs `body` once, in a loop that only `not_zero` ends.
+///
+/// ptxas knows no order between arithmetic and the wait for a product that the arithmetic has nothing to do with, and
+/// moves it behind the wait, where the Tensor Core idles; out of a loop it does not move it.
+#[inline(always)]
+fn stay(not_zero: u32, mut body: impl FnMut()) {
+    loop {
+        body();
+        // Pinned, or LLVM would conclude from an earlier loop's end that this one ends too.
+        if wgmma::pinned(not_zero) != 0 {
+            break;
+        }
+    }
+}
+
+/// The attention loop of one warpgroup; there is at least one key.
+#[inline(always)]
+unsafe fn consume<S: Scores, W: Weights, const STAGES: u32, const SMOOTH: bool>(
+    call: &Call,
+    work: &Work,
+    shared: &Shared<S>,
+    warpgroup: u32,
+    state: &mut State,
+) {
+    let thread = thread_idx_x();
+    let leader = thread % 32 == 0;
+    let (mut k, mut v, mut slot) = (Ring::<STAGES>::start(), Ring::<STAGES>::start(), Ring::<2>::start());
+    let q = shared.q(warpgroup);
+    let mut s = [0; 32];
+    let mut p = [0; 16];
+
+    // SAFETY: the warpgroup runs this together; registers in flight are pinned until their wait, tiles are read
+    // between their full and free barriers.
+    unsafe {
+        shared.q_full().wait(0);
+        shared.k_full(k.stage).wait(k.parity);
+        pin(&mut s);
+        wgmma::fence();
+        S::issue(&mut s, q, shared.k(k.stage));
+        wgmma::commit();
+        wgmma::wait::<0>();
+        pin(&mut s);
+        if work.keys < KEYS as u32 {
+            mask(&mut s, work.keys);
+        }
+        state.raise_max(&s);
+        let mut encoded = W::encode(&mut s, state.max, call.promote);
+        pack::<W>(&s, &mut p);
+
+        let mut until = call.promote;
+        // Keys behind block j. The last block looks ahead at its own K tile, which stays, and masks all of it.
+        let mut left = work.keys;
+        for block in 0..work.tiles {
+            left = left.saturating_sub(KEYS as u32);
+            if left > 0 {
+                if leader {
+                    shared.k_free(k.stage).arrive();
+                }
+                k.advance();
+                shared.k_full(k.stage).wait(k.parity);
+            }
+
+            // S(j+1) = Q K(j+1)^T beside A += P(j) R(j)
+            shared.v_full(v.stage).wait(v.parity);
+            pin(&mut s);
+            pin(&mut p);
+            pin(&mut state.partial.values);
+            pin(&mut state.partial.ones);
+            wgmma::fence();
+            S::issue(&mut s, q, shared.k(k.stage));
+            wgmma::commit();
+            W::issue(&mut state.partial, &p, shared.v(v.stage), !state.fresh);
+            wgmma::commit();
+
+            // m' = max(m, rowmax S(j+1)), codes of S(j+1) in place, A <- alpha A where a max moved
+            wgmma::wait::<1>();
+            pin(&mut s);
+            if left < KEYS as u32 {
+                mask(&mut s, left);
+            }
+            let before = state.max;
+            state.raise_max(&s);
+            let next = W::encode(&mut s, state.max, call.promote);
+            let alpha = if any(before != state.max) { Some(state.rescale::<W>(before)) } else { None };
+
+            // l += r(j), promotion, means
+            wgmma::wait::<0>();
+            pin(&mut s);
+            pin(&mut state.partial.values);
+            pin(&mut state.partial.ones);
+            if leader {
+                shared.v_free(v.stage).arrive();
+            }
+            v.advance();
+            until -= 1;
+            let promote = until == 0 || left == 0;
+            if promote {
+                until = call.promote;
+            }
+            state.absorb::<W, SMOOTH>(thread % 4, block, encoded, alpha, promote);
+            encoded = next;
+            if SMOOTH && (block % MEAN_BLOCKS as u32 == MEAN_BLOCKS as u32 - 1 || left == 0) {
+                shared.means_full(slot.stage).wait(slot.parity);
+                state.restore_means(shared.means(slot.stage));
+                if leader {
+                    shared.means_free(slot.stage).arrive();
+                }
+                slot.advance();
+            }
+            pack::<W>(&s, &mut p);
+        }
+    }
+}
+
+/// Packs the codes of 64 x 128 scores into the A fragments of four k steps.
+#[inline(always)]
+fn pack<W: Weights>(s: &[u32; 32], p: &mut [u32; 16]) {
+    for (i, p) in p.iter_mut().enumerate() {
+        let (pair, row) = (i / 2, i % 2);
+        *p = permute(s[4 * pair + row], s[4 * pair + 2 + row], W::PACK);
+    }
+}
+
+/// O = A / l times the channel scales, LSE, and the observed row max.
+#[inline(always)]
+unsafe fn finish<W: Weights>(call: &Call, work: &Work, state: &State) {
+    let thread = thread_idx_x();
+    let first = work.row + thread / 32 * 16 + thread % 32 / 4;
+    let (max, shift) = (convert::f32_of_f16x2(state.max), W::shift(state.max));
+    let (upper, lower) = (RowEnd { max: max.0, shift: shift[0] }, RowEnd { max: max.1, shift: shift[1] });
+    // SAFETY: the sizes of the contract; the whole warp is here.
+    unsafe {
+        finish_row::<0>(call, work, state, first, upper);
+        finish_row::<1>(call, work, state, first + 8, lower);
+        if !call.row_max.is_null() && work.keys > 0 {
+            let upper = if first < call.q_tokens { upper.max.to_bits() & 0x7fff_ffff } else { 0 };
+            let lower = if first + 8 < call.q_tokens { lower.max.to_bits() & 0x7fff_ffff } else { 0 };
+            let largest = warp_max_u32(upper.max(lower));
+            if thread % 32 == 0 {
+                max_global_u32(call.row_max.add((work.batch * call.q_heads + work.h) as usize), largest);
+            }
+        }
+    }
+}
+
+/// A row's max and what its codes took for it, in code units.
+#[derive(Clone, Copy)]
+struct RowEnd {
+    max: f32,
+    shift: f32,
+}
+
+/// Writes the 32 channels that this thread has of its upper (`ROW` 0) or lower row.
+#[inline(always)]
+unsafe fn finish_row<const ROW: usize>(call: &Call, work: &Work, state: &State, token: u32, end: RowEnd) {
+    if token >= call.q_tokens {
+        return;
+    }
+    let lane = thread_idx_x() as usize % 4;
+    let mut inverse = 1.0 / state.sum[ROW];
+    let mut lse =
+        convert::fma(end.shift, 0.125, convert::log2(state.sum[ROW]) - 8.0) * core::f32::consts::LN_2;
+    // SAFETY: a row below q_tokens and the sizes of the contract.
+    unsafe {
+        if work.keys == 0 {
+            (inverse, lse) = (0.0, f32::NEG_INFINITY);
+        } else if !end.max.is_finite()
+            || !call.poisoned.is_null() && *call.poisoned.add(work.kv_head as usize) != 0
+        {
+            (inverse, lse) = (f32::NAN, f32::NAN);
+        }
+        let at = work.batch as i64 * call.out_batch
+            + work.h as i64 * call.out_head
+            + token as i64 * call.out_token;
+        let scales = call.v_scale.add(work.kv_head as usize * HEAD_DIM + 2 * lane);
+        let pair = |j: usize| {
+            let low = state.out[4 * j + 2 * ROW] * inverse * *scales.add(8 * j);
+            (low, state.out[4 * j + 2 * ROW + 1] * inverse * *scales.add(8 * j + 1))
+        };
+        let at = (at + 2 * lane as i64) as isize;
+        match call.out_type {
+            OUT_F32 => {
+                let to = call.out.cast::<f32>().offset(at);
+                for j in 0..16 {
+                    (*to.add(8 * j), *to.add(8 * j + 1)) = pair(j);
+                }
+            }
+            OUT_F16 => {
+                let to = call.out.cast::<u16>().offset(at);
+                for j in 0..16 {
+                    let (low, high) = pair(j);
+                    *to.add(8 * j).cast::<u32>() = convert::f16x2(low, high);
+                }
+            }
+            _ => {
+                let to = call.out.cast::<u16>().offset(at);
+                for j in 0..16 {
+                    let (low, high) = pair(j);
+                    *to.add(8 * j).cast::<u32>() = convert::bf16x2(low, high);
+                }
+            }
+        }
+        if !call.lse.is_null() && lane == 0 {
+            let head = (work.batch * call.q_heads + work.h) as usize;
+            let at = head * call.q_tokens as usize + token as usize;
+            if !call.lse_shift.is_null() {
+                lse += *call.lse_shift.add(at);
+            }
+            *call.lse.add(at) = lse;
+        }
+    }
+}
+
+/// The kernel: roles by warpgroup.
+#[inline(always)]
+unsafe fn attention<S: Scores, W: Weights, const STAGES: u32, const SMOOTH: bool>(call: Call) {
+    let shared = Shared::<S>::new();
+    let warpgroup = thread_idx_x() / 128;
+    // SAFETY: all threads of the block are here; after that each warpgroup has its role.
+    unsafe {
+        shared.prepare(thread_idx_x());
+        if warpgroup == 2 {
+            release_registers::<24>();
+            if thread_idx_x() == 256 {
+                let work = call.work();
+                // Nobody would wait for a copy without keys, and a block must not end before its copies.
+                if work.tiles > 0 {
+                    produce::<S, STAGES, SMOOTH>(&call, &work, &shared);
+                }
+            }
+        } else {
+            claim_registers::<240>();
+            let work = call.work();
+            let mut state = State::new();
+            if work.tiles > 0 {
+                consume::<S, W, STAGES, SMOOTH>(&call, &work, &shared, warpgroup, &mut state);
+            }
+            // Anew, so that nothing of it occupies registers during the loop.
+            finish::<W>(&call, &call.work(), &state);
+        }
+    }
+}
+
+macro_rules! entry {
+    ($name:ident, $scores:ty, $weights:ty, $stages:expr, $smooth:literal) => {
+        #[doc = concat!("[`attention`] with [`", stringify!($scores), "`] scores and [`", stringify!($weights), "`] probabilities.")]
+        ///
+        /// # Safety
+        /// Parameters as the module says, launched with the bounds of its [`Entry`](super::Entry).
+        #[unsafe(no_mangle)]
+        pub unsafe extern "ptx-kernel" fn $name(
+            q: *const u8,
+            k: *const u8,
+            v: *const u8,
+            means: *const u8,
+            v_scale: *const f32,
+            kv_lens: *const u32,
+            poisoned: *const u32,
+            out: *mut u8,
+            lse: *mut f32,
+            lse_shift: *const f32,
+            row_max: *mut u32,
+            q_tokens: u32,
+            kv_tokens: u32,
+            q_heads: u32,
+            kv_heads: u32,
+            group: NonZeroU32,
+            out_batch: i64,
+            out_head: i64,
+            out_token: i64,
+            promote: u32,
+            out_type: u32,
+        ) {
+            let call = Call {
+                q, k, v, means, v_scale, kv_lens, poisoned, out, lse, lse_shift, row_max, q_tokens, kv_tokens,
+                q_heads, kv_heads, group, out_batch, out_head, out_token, promote, out_type,
+            };
+            // SAFETY: the entry's contract.
+            unsafe { attention::<$scores, $weights, { $stages as u32 }, $smooth>(call) }
+        }
+    };
+}
+
+entry!(attention_sm90_f16_expcast_smooth, F16, ExpCast, STAGES_F16, true);
+entry!(attention_sm90_f16_expcast_plain, F16, ExpCast, STAGES_F16, false);
+entry!(attention_sm90_f16_exp2_smooth, F16, Exp2, STAGES_F16, true);
+entry!(attention_sm90_f16_exp2_plain, F16, Exp2, STAGES_F16, false);
+entry!(attention_sm90_e4m3_expcast_smooth, E4m3, ExpCast, STAGES_E4M3, true);
+entry!(attention_sm90_e4m3_expcast_plain, E4m3, ExpCast, STAGES_E4M3, false);
+entry!(attention_sm90_e4m3_exp2_smooth, E4m3, Exp2, STAGES_E4M3, true);
+entry!(attention_sm90_e4m3_exp2_plain, E4m3, Exp2, STAGES_E4M3, false);

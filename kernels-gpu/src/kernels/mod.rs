@@ -1,0 +1,114 @@
+//! The GPU kernels and the facts that a host needs to launch them.
+
+#[cfg(target_arch = "nvptx64")]
+pub mod attention_sm90;
+pub mod tiles;
+
+pub mod head_balance;
+#[cfg(target_arch = "nvptx64")]
+pub mod input;
+#[cfg(target_arch = "nvptx64")]
+pub mod kmeans;
+#[cfg(target_arch = "nvptx64")]
+pub mod order;
+#[cfg(target_arch = "nvptx64")]
+pub mod quantize_k;
+#[cfg(target_arch = "nvptx64")]
+pub mod quantize_q;
+#[cfg(target_arch = "nvptx64")]
+pub mod rows;
+#[cfg(target_arch = "nvptx64")]
+pub mod smooth_v;
+#[cfg(target_arch = "nvptx64")]
+pub mod stats;
+
+/// How one kernel is launched. `cargo xtask kernels` writes the bounds into the PTX (Rust has no attribute
+/// for them), the host launches with the same numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// Name of the entry in the PTX module.
+    pub name: &'static str,
+    /// Threads a block, exactly (`.maxntid`).
+    pub threads: u32,
+    /// Blocks that must fit on one multiprocessor (`.minnctapersm`): bounds the registers.
+    pub min_ctas_per_sm: u32,
+    /// Dynamic shared memory a block in bytes.
+    pub dynamic_shared: u32,
+}
+
+/// Entries of the Hopper module (`vc_attention.sm_90a.ptx`).
+pub const SM90: &[Entry] = &[
+    attention("attention_sm90_f16_expcast_smooth", SHARED_F16),
+    attention("attention_sm90_f16_expcast_plain", SHARED_F16),
+    attention("attention_sm90_f16_exp2_smooth", SHARED_F16),
+    attention("attention_sm90_f16_exp2_plain", SHARED_F16),
+    attention("attention_sm90_e4m3_expcast_smooth", SHARED_E4M3),
+    attention("attention_sm90_e4m3_expcast_plain", SHARED_E4M3),
+    attention("attention_sm90_e4m3_exp2_smooth", SHARED_E4M3),
+    attention("attention_sm90_e4m3_exp2_plain", SHARED_E4M3),
+];
+
+/// A producer warpgroup and two of 64 query rows each, one block a multiprocessor.
+const fn attention(name: &'static str, dynamic_shared: u32) -> Entry {
+    Entry { name, threads: 384, min_ctas_per_sm: 1, dynamic_shared }
+}
+
+/// Shared memory of the attention kernel: 2 Q tiles, `stages` of K, V and ones rows, 2 tiles of means, barriers.
+const fn shared(q: usize, k: usize, stages: usize) -> u32 {
+    (2 * q + stages * (k + tiles::V_BYTES + ONES_BYTES) + 2 * tiles::MEAN_BYTES + BARRIER_BYTES) as u32
+}
+
+/// 8 rows of ones behind every V^T tile: their products are row sums.
+pub(crate) const ONES_BYTES: usize = 8 * tiles::KEYS;
+/// Room for the barriers of [`attention_sm90`].
+const BARRIER_BYTES: usize = 256;
+/// K and V tiles in flight with FP16 keys.
+pub(crate) const STAGES_F16: usize = 3;
+/// K and V tiles in flight with E4M3 keys.
+pub(crate) const STAGES_E4M3: usize = 4;
+const SHARED_F16: u32 = shared(tiles::Q_F16_BYTES, tiles::K_F16_BYTES, STAGES_F16);
+const SHARED_E4M3: u32 = shared(tiles::Q_E4M3_BYTES, tiles::K_E4M3_BYTES, STAGES_E4M3);
+
+/// Entries that prepare operands: the same source for every architecture from sm_89.
+pub const PREPARE: &[Entry] = &[
+    prepare("balance_bf16", 256, 1),
+    prepare("balance_f16", 256, 1),
+    prepare("k_stats_bf16", 128, 6),
+    prepare("k_stats_f16", 128, 6),
+    prepare("k_mean", 128, 8),
+    prepare("quantize_q_f16_from_bf16", 256, 4),
+    prepare("quantize_q_f16_from_f16", 256, 4),
+    prepare("quantize_q_e4m3_from_bf16", 256, 4),
+    prepare("quantize_q_e4m3_from_f16", 256, 4),
+    prepare("quantize_q_i8_from_bf16", 256, 4),
+    prepare("quantize_q_i8_from_f16", 256, 4),
+    prepare("quantize_k_f16_from_bf16", 256, 4),
+    prepare("quantize_k_f16_from_f16", 256, 4),
+    prepare("quantize_k_e4m3_from_bf16", 256, 4),
+    prepare("quantize_k_e4m3_from_f16", 256, 4),
+    prepare("quantize_k_i8_from_bf16", 512, 1),
+    prepare("quantize_k_i8_from_f16", 512, 1),
+    prepare("v_stats_bf16", 128, 6),
+    prepare("v_stats_f16", 128, 6),
+    prepare("v_scale", 128, 8),
+    prepare("smooth_v_bf16", 128, 5),
+    prepare("smooth_v_f16", 128, 5),
+    prepare("kmeans_seed_bf16", 128, 4),
+    prepare("kmeans_seed_f16", 128, 4),
+    prepare("kmeans_targets_bf16", 128, 8),
+    prepare("kmeans_targets_f16", 128, 8),
+    prepare("kmeans_assign_bf16", 256, 2),
+    prepare("kmeans_assign_f16", 256, 2),
+    prepare("kmeans_sums_bf16", 128, 8),
+    prepare("kmeans_sums_f16", 128, 8),
+    prepare("kmeans_update_bf16", 128, 8),
+    prepare("kmeans_update_f16", 128, 8),
+    prepare("order_count", 256, 4),
+    prepare("order_scan", 1024, 1),
+    prepare("order_scatter", 256, 4),
+];
+
+/// A kernel with static shared memory only.
+const fn prepare(name: &'static str, threads: u32, min_ctas_per_sm: u32) -> Entry {
+    Entry { name, threads, min_ctas_per_sm, dynamic_shared: 0 }
+}

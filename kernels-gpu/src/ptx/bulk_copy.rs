@@ -1,0 +1,31 @@
+//! Bulk asynchronous copies (PTX ISA 9.7.9.25.4): one thread moves a contiguous run of bytes, and a barrier
+//! in shared memory hears of their arrival.
+
+#[cfg(target_arch = "nvptx64")]
+pub use device::*;
+
+#[cfg(target_arch = "nvptx64")]
+mod device {
+    use core::arch::asm;
+
+    use crate::ptx::SharedAddr;
+    use crate::ptx::mbarrier::Barrier;
+
+    /// `cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes`: starts a copy of `bytes` bytes
+    /// from global to this block's shared memory; `barrier` counts them as they land.
+    ///
+    /// # Safety
+    /// `to`, `from` and `bytes` are multiples of 16; both ranges are valid, and nobody touches `to` until
+    /// the barrier's phase completes. The barrier expects these bytes.
+    #[inline(always)]
+    pub unsafe fn global_to_shared(to: SharedAddr, from: *const u8, bytes: u32, barrier: Barrier) {
+        // SAFETY: ranges and alignment are the caller's contract.
+        unsafe {
+            asm!(
+                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{to}], [{from}], {bytes}, [{barrier}];",
+                to = in(reg32) to.0, from = in(reg64) from, bytes = in(reg32) bytes, barrier = in(reg32) barrier.addr().0,
+                options(nostack)
+            )
+        }
+    }
+}

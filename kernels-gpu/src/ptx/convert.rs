@@ -1,0 +1,109 @@
+//! Conversions (PTX ISA 9.7.9.21) and the scalar functions of f32 that Rust's `core` has not got (9.7.3).
+
+#[cfg(target_arch = "nvptx64")]
+pub use device::*;
+
+#[cfg(target_arch = "nvptx64")]
+mod device {
+    use core::arch::asm;
+
+    macro_rules! pair_of_f32 {
+        ($(#[$doc:meta])* $name:ident, $op:literal, $register:ident, $bits:ty) => {
+            $(#[$doc])*
+            #[inline(always)]
+            pub fn $name(low: f32, high: f32) -> $bits {
+                let d: $bits;
+                // SAFETY: registers in, register out.
+                unsafe {
+                    asm!(concat!($op, " {}, {}, {};"), out($register) d, in(reg32) high, in(reg32) low,
+                        options(pure, nomem, nostack))
+                }
+                d
+            }
+        };
+    }
+
+    pair_of_f32!(
+        /// `cvt.rn.satfinite.e4m3x2.f32`: two E4M3 bytes, `low` in the lower.
+        e4m3x2,
+        "cvt.rn.satfinite.e4m3x2.f32",
+        reg16,
+        u16
+    );
+    pair_of_f32!(
+        /// `cvt.rn.f16x2.f32`
+        f16x2,
+        "cvt.rn.f16x2.f32",
+        reg32,
+        u32
+    );
+    pair_of_f32!(
+        /// `cvt.rn.bf16x2.f32`
+        bf16x2,
+        "cvt.rn.bf16x2.f32",
+        reg32,
+        u32
+    );
+
+    /// `cvt.rn.satfinite.e4m3x2.f16x2`: two E4M3 bytes of two f16.
+    #[inline(always)]
+    pub fn e4m3x2_of_f16x2(pair: u32) -> u16 {
+        let d: u16;
+        // SAFETY: register in, register out.
+        unsafe {
+            asm!("cvt.rn.satfinite.e4m3x2.f16x2 {}, {};", out(reg16) d, in(reg32) pair, options(pure, nomem, nostack))
+        }
+        d
+    }
+
+    /// `cvt.f32.f16` of both halves, the lower first; exact.
+    #[inline(always)]
+    pub fn f32_of_f16x2(pair: u32) -> (f32, f32) {
+        let (low, high): (f32, f32);
+        // SAFETY: register in, registers out.
+        unsafe {
+            asm!(
+                "{{",
+                ".reg .b16 l, h;",
+                "mov.b32 {{l, h}}, {};",
+                "cvt.f32.f16 {}, l;",
+                "cvt.f32.f16 {}, h;",
+                "}}",
+                in(reg32) pair, out(reg32) low, out(reg32) high, options(pure, nomem, nostack)
+            )
+        }
+        (low, high)
+    }
+
+    /// `fma.rn.f32`: `a * b + c`, rounded once.
+    #[inline(always)]
+    pub fn fma(a: f32, b: f32, c: f32) -> f32 {
+        let d: f32;
+        // SAFETY: registers in, register out.
+        unsafe {
+            asm!("fma.rn.f32 {}, {}, {}, {};", out(reg32) d, in(reg32) a, in(reg32) b, in(reg32) c,
+                options(pure, nomem, nostack))
+        }
+        d
+    }
+
+    /// `ex2.approx.ftz.f32`: 2 to the power of `x`, maximum relative error 2^-22.
+    #[inline(always)]
+    pub fn exp2(x: f32) -> f32 {
+        let d: f32;
+        // SAFETY: register in, register out.
+        unsafe {
+            asm!("ex2.approx.ftz.f32 {}, {};", out(reg32) d, in(reg32) x, options(pure, nomem, nostack))
+        }
+        d
+    }
+
+    /// `lg2.approx.f32`: binary logarithm, maximum absolute error 2^-22 on [0.5, 2], else relative 2^-22.
+    #[inline(always)]
+    pub fn log2(x: f32) -> f32 {
+        let d: f32;
+        // SAFETY: register in, register out.
+        unsafe { asm!("lg2.approx.f32 {}, {};", out(reg32) d, in(reg32) x, options(pure, nomem, nostack)) }
+        d
+    }
+}

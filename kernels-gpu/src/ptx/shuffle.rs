@@ -1,0 +1,73 @@
+//! Exchange inside a warp (PTX ISA 9.7.9.6 `shfl`, 9.7.13.9 `vote`, 9.7.13.12 `redux`) and of bytes inside
+//! a register (9.7.9.7 `prmt`).
+
+#[cfg(target_arch = "nvptx64")]
+pub use device::*;
+
+#[cfg(target_arch = "nvptx64")]
+mod device {
+    use core::arch::asm;
+
+    /// `shfl.sync.bfly.b32`: the value of the lane whose number differs by `MASK`.
+    ///
+    /// # Safety
+    /// All 32 lanes execute it together.
+    #[inline(always)]
+    pub unsafe fn shuffle_xor<const MASK: u32>(value: u32) -> u32 {
+        let other: u32;
+        // SAFETY: the whole warp takes part.
+        unsafe {
+            asm!("shfl.sync.bfly.b32 {}, {}, {}, 31, -1;", out(reg32) other, in(reg32) value, const MASK,
+                options(nomem, nostack))
+        }
+        other
+    }
+
+    /// `vote.sync.any.pred`: whether any lane says yes.
+    ///
+    /// # Safety
+    /// All 32 lanes execute it together.
+    #[inline(always)]
+    pub unsafe fn any(yes: bool) -> bool {
+        let anyone: u32;
+        // SAFETY: the whole warp takes part.
+        unsafe {
+            asm!(
+                "{{",
+                ".reg .pred mine, some;",
+                "setp.ne.b32 mine, {}, 0;",
+                "vote.sync.any.pred some, mine, -1;",
+                "selp.b32 {}, 1, 0, some;",
+                "}}",
+                in(reg32) yes as u32, out(reg32) anyone, options(nomem, nostack)
+            )
+        }
+        anyone != 0
+    }
+
+    /// `redux.sync.max.u32`: the largest value of the warp.
+    ///
+    /// # Safety
+    /// All 32 lanes execute it together.
+    #[inline(always)]
+    pub unsafe fn warp_max_u32(value: u32) -> u32 {
+        let max: u32;
+        // SAFETY: the whole warp takes part.
+        unsafe {
+            asm!("redux.sync.max.u32 {}, {}, -1;", out(reg32) max, in(reg32) value, options(nomem, nostack))
+        }
+        max
+    }
+
+    /// `prmt.b32`: nibble i of `select` says which byte of `[a, b]` (0-3, 4-7) becomes byte i.
+    #[inline(always)]
+    pub fn permute(a: u32, b: u32, select: u32) -> u32 {
+        let d: u32;
+        // SAFETY: registers in, register out.
+        unsafe {
+            asm!("prmt.b32 {}, {}, {}, {};", out(reg32) d, in(reg32) a, in(reg32) b, in(reg32) select,
+                options(pure, nomem, nostack))
+        }
+        d
+    }
+}

@@ -1,0 +1,111 @@
+//! `cargo xtask kernels`: from kernel source to committed, gated PTX.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result, bail, ensure};
+use kernels_gpu::kernels::{Entry, PREPARE, SM90};
+
+use crate::budget::{Budget, Cost};
+use crate::toolchain::Toolchain;
+use crate::{ptx, ptxas, root};
+
+/// Every architecture that PTX is committed for, with the entries that its module holds.
+const ARCHITECTURES: &[(&str, &[&[Entry]])] = &[("sm_90a", &[SM90, PREPARE])];
+
+/// Builds, gates and writes the kernels of every architecture, or compares them with what is committed.
+pub fn run(check: bool) -> Result<()> {
+    let toolchain = Toolchain::find()?;
+    let assembler = ptxas::find()?;
+    let committed = root().join("kernels-gpu/ptx");
+    let scratch = tempfile::tempdir()?;
+    let mut budget = Budget { ptxas: ptxas_version(&assembler)?, kernels: BTreeMap::new() };
+
+    for (arch, tables) in ARCHITECTURES {
+        let entries = &tables.concat();
+        let name = format!("vc_attention.{arch}.ptx");
+        let text = ptx::finish(&toolchain.build(root(), arch)?, &toolchain.version, entries)?;
+        let fresh = scratch.path().join(&name);
+        fs::write(&fresh, &text)?;
+        let usage = ptxas::assemble(&assembler, &fresh, arch)?;
+        budget.kernels.insert(arch.to_string(), costs(entries, &usage)?);
+        if check {
+            compare(&committed.join(&name), &text, &toolchain.version)?;
+        } else {
+            fs::create_dir_all(&committed)?;
+            fs::write(committed.join(&name), &text)?;
+        }
+        println!("{name}: {} entries, {} KiB, gates passed", entries.len(), text.len() / 1024);
+    }
+    settle(&committed.join("budget.toml"), &budget, check)
+}
+
+/// Static shared memory from ptxas and dynamic from the table, summed.
+fn costs(entries: &[Entry], usage: &BTreeMap<String, ptxas::Usage>) -> Result<BTreeMap<String, Cost>> {
+    let cost = |entry: &Entry| -> Result<(String, Cost)> {
+        let used = usage.get(entry.name).with_context(|| format!("ptxas does not report {}", entry.name))?;
+        Ok((
+            entry.name.into(),
+            Cost { registers: used.registers, shared: used.shared + entry.dynamic_shared },
+        ))
+    };
+    entries.iter().map(cost).collect()
+}
+
+/// The same compiler must give the same bytes; another one cannot be compared, which is said loudly.
+fn compare(committed: &Path, text: &str, compiler: &str) -> Result<()> {
+    let old = fs::read_to_string(committed).with_context(|| format!("no {}", committed.display()))?;
+    let made_by = ptx::compiler(&old).unwrap_or("an unnamed compiler");
+    if made_by != compiler {
+        eprintln!(
+            "NOTICE: {} was made by {made_by}, this is {compiler}: not compared byte for byte.\n\
+             NOTICE: run `cargo xtask kernels` and commit the result if this compiler is to be the project's.",
+            committed.display()
+        );
+        return Ok(());
+    }
+    if old == text {
+        return Ok(());
+    }
+    let line = old.lines().zip(text.lines()).position(|(a, b)| a != b);
+    let line = line.unwrap_or(old.lines().count().min(text.lines().count()));
+    bail!(
+        "{} is not what the source compiles to (first difference in line {}): run `cargo xtask kernels`",
+        committed.display(),
+        line + 1
+    )
+}
+
+/// Shows how the budget changed; under `check` a change is a failure, unless ptxas is another one.
+fn settle(path: &Path, budget: &Budget, check: bool) -> Result<()> {
+    let old = match fs::read_to_string(path) {
+        Ok(text) => Budget::parse(&text).with_context(|| format!("cannot read {}", path.display()))?,
+        Err(_) => Budget::default(),
+    };
+    let diff = budget.diff(&old);
+    for line in &diff {
+        println!("budget: {line}");
+    }
+    if !check {
+        return Ok(fs::write(path, budget.to_text()?)?);
+    }
+    if budget.ptxas != old.ptxas {
+        eprintln!("NOTICE: the budget is from ptxas {}, this is {}: not enforced", old.ptxas, budget.ptxas);
+        return Ok(());
+    }
+    ensure!(diff.is_empty(), "the budget in {} is out of date: run `cargo xtask kernels`", path.display());
+    Ok(())
+}
+
+/// `V13.0.88` from `ptxas --version`.
+fn ptxas_version(ptxas: &Path) -> Result<String> {
+    let output = Command::new(ptxas).arg("--version").output();
+    let output = output.with_context(|| format!("cannot start {}", ptxas.display()))?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let version = text
+        .split_whitespace()
+        .find(|w| w.starts_with('V') && w[1..].starts_with(|c: char| c.is_ascii_digit()));
+    Ok(version.with_context(|| format!("no version in:\n{text}"))?.to_string())
+}
