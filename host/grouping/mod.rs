@@ -95,20 +95,9 @@ pub struct Grouping {
 /// Number of clusters of the k-means for a head of `tokens` valid tokens when none is given: one for 64 tokens,
 /// at most 128 (`docs/grouping.md` has the sweep that this comes from).
 ///
-<<<<<<< HEAD
-/// `docs/grouping.md` has the sweep that this comes from.
-pub fn default_clusters(order: TokenOrder, tokens: usize) -> usize {
-    match order {
-        TokenOrder::Sequence | TokenOrder::Cube => 0,
-        TokenOrder::KMeans => (tokens / TOKENS_PER_CLUSTER).clamp(1, 128),
-        TokenOrder::Rounded => (tokens / BLOCK).clamp(1, 256),
-        TokenOrder::Balanced => tokens.div_ceil(BLOCK),
-    }
-=======
 /// The order `rounded` has one for each block instead and at most 256, `balanced` one for each block.
 pub fn default_clusters(tokens: usize) -> usize {
-    (tokens / 64).clamp(1, 128)
->>>>>>> grouping
+    (tokens / TOKENS_PER_CLUSTER).clamp(1, 128)
 }
 
 /// Orders the value tokens of one head.
