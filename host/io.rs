@@ -6,7 +6,8 @@
 //!
 //! The format: eight bytes of header length, a JSON header of that length, the data. The header is read here
 //! rather than with the `safetensors` crate's own reader, whose errors name neither the tensor nor what was
-//! expected and which adds sizes from the file without a check; names, types and limits are the crate's.
+//! expected and which adds sizes from the file without a check (docs/fuzzing.md); names, types and limits are the
+//! crate's.
 
 mod header;
 mod write;

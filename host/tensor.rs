@@ -320,20 +320,32 @@ impl<'a> TensorView<'a> {
         // memory, whatever the strides: also what the view leaves out, unless that is more than the view itself.
         let size = count(self.shape);
         if size.is_none_or(|size| self.elements.len() / 2 <= size)
-            && with_elements!(self.elements, x => x.par_chunks(CHUNK).all(all_finite))
+            && with_elements!(self.elements, x => match x.len() {
+                0..=CHUNK => all_finite(x), // not worth waking other threads
+                _ => x.par_chunks(CHUNK).all(all_finite),
+            })
         {
             return None;
         }
-        (0..b).into_par_iter().find_map_first(|batch| {
-            (0..h).into_par_iter().find_map_first(|head| {
-                (0..valid(batch)).into_par_iter().with_min_len(64).find_map_first(|token| {
-                    let channel = self.nonfinite_channel(self.start(batch, head, token))?;
-                    let mut row = vec![0.0; d];
-                    self.read_row(batch, head, token, &mut row);
-                    Some(([batch, head, token, channel], row[channel]))
-                })
+        // Row by row, in the order of memory, so that a view into a packed projection is as quick.
+        let heads_inside = self.strides[1] < self.strides[2];
+        let rows = h.saturating_mul(n);
+        let [batch, head, token, channel] = (0..b.saturating_mul(rows))
+            .into_par_iter()
+            .with_min_len(256)
+            .filter_map(|i| {
+                let (batch, row) = (i / rows, i % rows);
+                let (head, token) = if heads_inside { (row % h, row / h) } else { (row / n, row % n) };
+                if token >= valid(batch) {
+                    return None;
+                }
+                let channel = self.nonfinite_channel(self.start(batch, head, token))?;
+                Some([batch, head, token, channel])
             })
-        })
+            .min()?;
+        let mut row = vec![0.0; d];
+        self.read_row(batch, head, token, &mut row);
+        Some(([batch, head, token, channel], row[channel]))
     }
 
     /// Channel of the first value that is not finite in the token row that starts at `start`.

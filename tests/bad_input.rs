@@ -216,18 +216,16 @@ fn shapes_that_overflow() {
         reason(file(header, 1)),
         "tensor `x`: expected a whole number of bytes below 2^61, given F4 of shape [3]"
     );
-    // Sizes that only overflow when they are added up.
-    let entries: Vec<String> = (0..9)
-        .map(|i: u64| {
-            let size = (1u64 << 61) - 1;
+    // Sizes that only overflow when they are added up, or when the header's is added to them.
+    for tensors in [8, 9] {
+        let size = (1u64 << 61) - 1;
+        let entry = |i: u64| {
             let (start, end) = (size.wrapping_mul(i), size.wrapping_mul(i + 1));
             format!(r#""t{i}":{{"dtype":"U8","shape":[{size}],"data_offsets":[{start},{end}]}}"#)
-        })
-        .collect();
-    assert!(
-        reason(file(&format!("{{{}}}", entries.join(",")), 64))
-            .starts_with("tensor `t0`: expected data inside")
-    );
+        };
+        let header = format!("{{{}}}", (0..tensors).map(entry).collect::<Vec<_>>().join(","));
+        assert!(reason(file(&header, 64)).starts_with("tensor `t0`: expected data inside the 64 bytes"));
+    }
 }
 
 #[test]

@@ -26,6 +26,12 @@ fn metadata() -> BTreeMap<String, String> {
 }
 
 #[test]
+fn files_can_be_shared_between_threads() {
+    fn shared<T: Send + Sync + 'static>() {}
+    shared::<InputFile>();
+}
+
+#[test]
 fn what_is_written_is_read_again() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("qkv.safetensors");

@@ -184,6 +184,31 @@ fn the_first_value_that_is_not_finite_is_found() {
 }
 
 #[test]
+fn the_first_is_found_in_tensors_that_threads_share() {
+    let (h, n, d) = (3, 8191, 8);
+    let mut values = vec![f16::ONE; h * n * d];
+    // By memory order in bshd the second comes first, by (head, token) the first does.
+    let (first, second) = ([0, 1, 8000, 7], [0, 2, 17, 0]);
+    for layout in [Layout::Bhsd, Layout::Bshd] {
+        let strides = layout.strides([1, h, n, d]);
+        let index = |at: [usize; 4]| at.iter().zip(strides).map(|(&i, stride)| i * stride).sum::<usize>();
+        for (at, bad) in [(second, f16::NAN), (first, f16::INFINITY)] {
+            values[index(at)] = bad;
+            let view = TensorView::new("k", &values[..], [1, h, n, d], layout).unwrap();
+            assert_eq!(view.find_nonfinite(None).unwrap().0, at);
+        }
+        let view = TensorView::new("k", &values[..], [1, h, n, d], layout).unwrap();
+        assert_eq!(view.find_nonfinite(Some(&[8000])).unwrap().0, second);
+        assert_eq!(view.find_nonfinite(Some(&[17])), None);
+        for at in [first, second] {
+            values[index(at)] = f16::ONE;
+        }
+        let view = TensorView::new("k", &values[..], [1, h, n, d], layout).unwrap();
+        assert_eq!(view.find_nonfinite(None), None);
+    }
+}
+
+#[test]
 fn what_a_view_leaves_out_may_be_anything() {
     // Tokens 0, 2, 4 of 6, two channels of three.
     let data: Vec<f32> = (0..18).map(|i| if i % 6 < 2 { 1.0 } else { f32::NAN }).collect();

@@ -6,6 +6,7 @@ use kernels_gpu::emulation::{Fault, Launch, Memory, Schedule, Violation};
 use kernels_gpu::formats::e4m3;
 use kernels_gpu::kernels::tiles::{mean_offset, swizzle_128};
 use kernels_gpu::ptx::bulk_copy::global_to_shared;
+use kernels_gpu::ptx::collective::{lanes_before, matching, shuffle_up, sync_warp};
 use kernels_gpu::ptx::mbarrier::{Barrier, fence_init, fence_proxy_async};
 use kernels_gpu::ptx::memory::{
     load_global_v4, load_shared_v4, max_global_u32, store_global_v4, store_shared_v4,
@@ -15,7 +16,6 @@ use kernels_gpu::ptx::special::{
     arrive_named, block_idx_x, block_idx_y, block_idx_z, claim_registers, release_registers, sync_named,
     sync_threads, thread_idx_x,
 };
-use kernels_gpu::ptx::warp::{lanes_before, matching, shuffle_up, sync_warp};
 use kernels_gpu::ptx::wgmma::{self, Descriptor, pin};
 use kernels_gpu::ptx::{SharedAddr, convert, f16x2, mma, shared};
 use proptest::prelude::*;

@@ -42,11 +42,8 @@ pub fn block_scale(amax16: f32, tensor_scale: f32) -> u8 {
 #[inline]
 pub fn quantize_block(block: &[f32; BLOCK], tensor_scale: f32) -> (u8, [u8; BLOCK / 2]) {
     let (byte, scale) = scales(block, tensor_scale);
-    let mut packed = [0; BLOCK / 2];
-    for (byte, pair) in packed.iter_mut().zip(block.as_chunks::<2>().0) {
-        *byte = e2m1::encode(element(pair[0], scale)) | e2m1::encode(element(pair[1], scale)) << 4;
-    }
-    (byte, packed)
+    let nibble = |i: usize| e2m1::encode(element(block[i], scale));
+    (byte, core::array::from_fn(|i| nibble(2 * i) | nibble(2 * i + 1) << 4))
 }
 
 /// The values that a block's bytes stand for.

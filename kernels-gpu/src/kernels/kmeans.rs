@@ -53,18 +53,16 @@
 //! Reads `sums`, `run_starts` and `starts` (u32 `[batch, kv_heads, clusters + 1]`, of `order_scan`), writes
 //! `centroids`, `targets` and `norms`. An empty cluster keeps its own.
 
-use core::arch::{asm, global_asm};
-
 use super::input::{
     Bf16, CHANNELS, CHUNK, CHUNKS, Element, F16, Head, load_f32_chunk, store_f32_chunk, unpack_chunk,
     valid_tokens, walk,
 };
 use crate::ptx::SharedAddr;
+use crate::ptx::collective::{shuffle_xor, sync_threads, sync_warp};
 use crate::ptx::convert::fma;
 use crate::ptx::memory::{load_global_v4, load_shared_v4, store_global_v4, store_shared_v4};
 use crate::ptx::shared;
-use crate::ptx::shuffle::shuffle_xor;
-use crate::ptx::special::{block_idx_x, sync_threads, thread_idx_x};
+use crate::ptx::special::{block_idx_x, thread_idx_x};
 
 /// Most clusters of a head.
 pub const MAX_CLUSTERS: u32 = 1024;
@@ -165,7 +163,7 @@ impl Clusters {
                 let (j, k, n) = (cluster as u64, clusters as u64, valid as u64);
                 let (from, to) = (j * n / k, (j + 1) * n / k);
                 let token = from + ((hash(seed, cluster) as u64 * (to - from)) >> 32);
-                x = finite_chunk::<E>(self.head(index).load(token as u32, chunk));
+                x = finite_chunk::<E>(self.head(index).load(token as u32, chunk, true));
                 store_f32_chunk(self.centroids.add(self.row(index, cluster) + (chunk * CHUNK) as usize), &x);
             }
             self.store_target::<E>(index, cluster, &x, write);
@@ -259,16 +257,10 @@ const ROWS: u32 = 16;
 /// Threads of a block of `kmeans_assign`.
 const THREADS: u32 = 256;
 
-// TILE rows of PITCH bytes, then TILE norms.
-global_asm!(".shared .align 16 .b8 vc_kmeans[41472];");
-
-#[inline(always)]
-fn assign_shared() -> SharedAddr {
-    let at: u32;
-    // SAFETY: reads the address of a symbol declared above.
-    unsafe { asm!("mov.u32 {}, vc_kmeans;", out(reg32) at, options(pure, nomem, nostack)) }
-    SharedAddr(at)
-}
+crate::ptx::shared_symbol!(
+    /// TILE rows of PITCH bytes, then TILE norms.
+    fn assign_shared, "vc_kmeans", 16, 41472
+);
 
 #[inline(always)]
 fn shared_norms() -> SharedAddr {
@@ -326,11 +318,9 @@ impl Clusters {
         let mut rows = [[[0; 4]; 4]; 2];
         for half in 0..2 {
             let token = first + lane / 4 + 8 * half as u32;
-            if token < valid {
-                for i in 0..4 {
-                    // SAFETY: a token that counts.
-                    rows[half][i] = unsafe { head.load(token, lane % 4 + 4 * i as u32) };
-                }
+            for i in 0..4 {
+                // SAFETY: a token that counts.
+                rows[half][i] = unsafe { head.load(token, lane % 4 + 4 * i as u32, token < valid) };
             }
         }
         rows
@@ -377,6 +367,9 @@ impl Clusters {
         let lane = thread_idx_x() % 32;
         let mut column = 0;
         while column < targets {
+            // Keeps the products, which are inline PTX, out of any branch (see `collective`).
+            // SAFETY: the whole warp is here.
+            unsafe { sync_warp() }
             // Two products side by side: their chains of 8 hide each other.
             let mut d = [[0.0; 4]; 2];
             for i in 0..4 {
@@ -494,12 +487,12 @@ impl Clusters {
 
 macro_rules! entries {
     ($element:ty, $seed:ident, $targets:ident, $assign:ident, $sums:ident, $update:ident) => {
+        kernel! {
         #[doc = concat!("Cold start on [`", stringify!($element), "`] values.")]
         ///
         /// # Safety
         /// Parameters and launch as the module says.
-        #[unsafe(no_mangle)]
-        pub unsafe extern "ptx-kernel" fn $seed(
+        pub unsafe fn $seed(
             v: *const u8,
             kv_lens: *const u32,
             centroids: *mut f32,
@@ -522,13 +515,14 @@ macro_rules! entries {
             // SAFETY: the entry's contract.
             unsafe { call.seed::<$element>(seed) }
         }
+        }
 
+        kernel! {
         #[doc = concat!("Targets for [`", stringify!($element), "`] values from given centroids.")]
         ///
         /// # Safety
         /// Parameters and launch as the module says.
-        #[unsafe(no_mangle)]
-        pub unsafe extern "ptx-kernel" fn $targets(
+        pub unsafe fn $targets(
             kv_lens: *const u32,
             centroids: *const f32,
             targets: *mut u8,
@@ -545,13 +539,14 @@ macro_rules! entries {
             // SAFETY: the entry's contract.
             unsafe { call.targets::<$element>() }
         }
+        }
 
+        kernel! {
         #[doc = concat!("Labels of [`", stringify!($element), "`] values.")]
         ///
         /// # Safety
         /// Parameters and launch as the module says.
-        #[unsafe(no_mangle)]
-        pub unsafe extern "ptx-kernel" fn $assign(
+        pub unsafe fn $assign(
             v: *const u8,
             kv_lens: *const u32,
             targets: *const u8,
@@ -574,13 +569,14 @@ macro_rules! entries {
             // SAFETY: the entry's contract.
             unsafe { call.assign::<$element>(labels) }
         }
+        }
 
+        kernel! {
         #[doc = concat!("Sums over the runs of [`", stringify!($element), "`] values in their order.")]
         ///
         /// # Safety
         /// Parameters and launch as the module says.
-        #[unsafe(no_mangle)]
-        pub unsafe extern "ptx-kernel" fn $sums(
+        pub unsafe fn $sums(
             v: *const u8,
             kv_lens: *const u32,
             order: *const u32,
@@ -605,13 +601,14 @@ macro_rules! entries {
             // SAFETY: the entry's contract.
             unsafe { call.sums::<$element>(order, runs, run_starts, sums) }
         }
+        }
 
+        kernel! {
         #[doc = concat!("Centroids and targets of [`", stringify!($element), "`] values from the sums of their runs.")]
         ///
         /// # Safety
         /// Parameters and launch as the module says.
-        #[unsafe(no_mangle)]
-        pub unsafe extern "ptx-kernel" fn $update(
+        pub unsafe fn $update(
             kv_lens: *const u32,
             sums: *const f32,
             run_starts: *const u32,
@@ -630,6 +627,7 @@ macro_rules! entries {
             };
             // SAFETY: the entry's contract.
             unsafe { call.update::<$element>(sums, run_starts, starts) }
+        }
         }
     };
 }

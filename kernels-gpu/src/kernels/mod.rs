@@ -27,21 +27,21 @@ pub mod attention_sm90;
 pub mod tiles;
 
 pub mod head_balance;
-#[cfg(target_arch = "nvptx64")]
+#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
 pub mod input;
-#[cfg(target_arch = "nvptx64")]
+#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
 pub mod kmeans;
-#[cfg(target_arch = "nvptx64")]
+#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
 pub mod order;
-#[cfg(target_arch = "nvptx64")]
+#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
 pub mod quantize_k;
-#[cfg(target_arch = "nvptx64")]
+#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
 pub mod quantize_q;
-#[cfg(target_arch = "nvptx64")]
+#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
 pub mod rows;
-#[cfg(target_arch = "nvptx64")]
+#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
 pub mod smooth_v;
-#[cfg(target_arch = "nvptx64")]
+#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
 pub mod stats;
 
 /// How one kernel is launched. `cargo xtask kernels` writes the bounds into the PTX (Rust has no attribute
@@ -91,7 +91,7 @@ pub(crate) const STAGES_E4M3: usize = 4;
 const SHARED_F16: u32 = shared(tiles::Q_F16_BYTES, tiles::K_F16_BYTES, STAGES_F16);
 const SHARED_E4M3: u32 = shared(tiles::Q_E4M3_BYTES, tiles::K_E4M3_BYTES, STAGES_E4M3);
 
-/// Entries that prepare operands: the same source for every architecture from sm_89.
+/// Entries that prepare operands: the same source for every architecture from sm_89 (E4M3 conversions).
 pub const PREPARE: &[Entry] = &[
     prepare("balance_bf16", 256, 1),
     prepare("balance_f16", 256, 1),
@@ -108,8 +108,8 @@ pub const PREPARE: &[Entry] = &[
     prepare("quantize_k_f16_from_f16", 256, 4),
     prepare("quantize_k_e4m3_from_bf16", 256, 4),
     prepare("quantize_k_e4m3_from_f16", 256, 4),
-    prepare("quantize_k_i8_from_bf16", 512, 1),
-    prepare("quantize_k_i8_from_f16", 512, 1),
+    prepare("quantize_k_i8_from_bf16", 512, 2),
+    prepare("quantize_k_i8_from_f16", 512, 2),
     prepare("v_stats_bf16", 128, 6),
     prepare("v_stats_f16", 128, 6),
     prepare("v_scale", 128, 8),

@@ -9,7 +9,7 @@
 //! | `cos`, `sin` | f32 `[q_tokens, head_dim / 2]`, or null | RoPE |
 //! | `balance` | f32 `[batch, kv_heads]`, or null | factor on `side`, from [`stats`](super::stats) |
 //! | `k_mean` | f32 `[batch, kv_heads, 128]`, or null | the token mean of K |
-//! | `tiles` | pointer, 16-byte aligned | receives the Q tiles of [`tiles`](super::tiles) (INT8 lies like E4M3); rows from `q_tokens` on become zeros |
+//! | `tiles` | pointer, 16-byte aligned | receives the Q tiles of [`tiles`](super::tiles) (INT8 lies like E4M3); rows from `q_tokens` and channels from `head_dim` on become zeros (of the sign of `side`) |
 //! | `factor` | f32 `[batch, q_heads, 128 ceil(q_tokens / 128)]`; INT8 only, else not touched | receives the factor of every row: the scale of its group (rows r and r + 8 of 16) times `scale` 8 log2 e, NaN for a row that is not finite, 0 from `q_tokens` on |
 //! | `lse_shift` | f32 `[batch, q_heads, q_tokens]`, or null | receives `scale` q . k_mean, q after RoPE, summed as [`Part::dot`]; needs `k_mean` |
 //! | `saturated` | u32 `[batch, kv_heads]`, or null, zeroed by the caller | set to 1 where a value is outside the format |
@@ -23,19 +23,16 @@
 //!
 //! The grid is 2 ceil(`q_tokens` / 128) * batch * `q_heads` blocks of [`THREADS`] in x, one a tile of 64 rows.
 
-use core::arch::{asm, global_asm};
-
 use super::input::{Bf16, CHUNK, Element, F16, Head, has_nonfinite, largest};
 use super::rows::{Code, Divisor, E4m3, Half, Int8, LANES, Part};
 use super::tiles::{self, ROWS};
 use crate::formats::int8;
 use crate::layout::scale_groups;
 use crate::numerics::units;
-use crate::ptx::SharedAddr;
+use crate::ptx::collective::{any, shuffle_xor, sync_threads};
 use crate::ptx::memory::max_global_u32;
 use crate::ptx::shared;
-use crate::ptx::shuffle::{any, shuffle_xor};
-use crate::ptx::special::{block_idx_x, sync_threads, thread_idx_x};
+use crate::ptx::special::{block_idx_x, thread_idx_x};
 
 /// Threads of a block: four a row.
 pub const THREADS: u32 = ROWS as u32 * LANES;
@@ -43,16 +40,10 @@ pub const THREADS: u32 = ROWS as u32 * LANES;
 /// Scale groups of a tile.
 const GROUPS: u32 = (ROWS / scale_groups::Q_TILE * scale_groups::Q_GROUPS) as u32;
 
-// 32 words: the largest magnitude of every scale group of a tile.
-global_asm!(".shared .align 16 .b8 vc_quantize_q_amax[128];");
-
-#[inline(always)]
-fn group_amax() -> SharedAddr {
-    let at: u32;
-    // SAFETY: reads the address of a symbol declared above.
-    unsafe { asm!("mov.u32 {}, vc_quantize_q_amax;", out(reg32) at, options(pure, nomem, nostack)) }
-    SharedAddr(at)
-}
+crate::ptx::shared_symbol!(
+    /// 32 words: the largest magnitude of every scale group of a tile.
+    fn group_amax, "vc_quantize_q_amax", 16, 128
+);
 
 /// The parameters of an entry.
 struct Call {
@@ -88,7 +79,7 @@ impl Call {
         let head = Head::new(self.q, self.strides, batch, q_head, self.head_dim);
         // SAFETY: rows below q_tokens are read; warps and the block stay together.
         unsafe {
-            let raw = if live { Part::load(&head, token, lane) } else { [[0; 4]; 4] };
+            let raw = Part::load(&head, token, lane, live);
             let max = raw.iter().fold(0, largest::<E>);
             let mut broken = has_nonfinite::<E>(max) as u32;
             broken |= shuffle_xor::<1>(broken);
@@ -99,11 +90,9 @@ impl Call {
             if live {
                 part.turn(self.cos, self.sin, token, &head);
             }
+            let mut shift = 0.0;
             if !self.lse_shift.is_null() {
-                let shift = self.scale * part.dot(self.k_mean.add(kv_head * 128));
-                if live && lane == 0 {
-                    *self.lse_shift.add(index as usize * self.q_tokens as usize + token as usize) = shift;
-                }
+                shift = self.scale * part.dot(self.k_mean.add(kv_head * 128));
             }
             if broken {
                 part.x = [0.0; 32];
@@ -124,6 +113,9 @@ impl Call {
                     _ => tiles::q_tile_offset_e4m3(row as usize, channel),
                 };
                 C::store(to.add(at), x);
+            }
+            if !self.lse_shift.is_null() && live && lane == 0 {
+                *self.lse_shift.add(index as usize * self.q_tokens as usize + token as usize) = shift;
             }
         }
     }
@@ -178,12 +170,12 @@ impl Call {
 
 macro_rules! entry {
     ($name:ident, $element:ty, $code:ty) => {
+        kernel! {
         #[doc = concat!("[`", stringify!($element), "`] queries to [`", stringify!($code), "`] tiles.")]
         ///
         /// # Safety
         /// Parameters and launch as the module says.
-        #[unsafe(no_mangle)]
-        pub unsafe extern "ptx-kernel" fn $name(
+        pub unsafe fn $name(
             q: *const u8,
             cos: *const f32,
             sin: *const f32,
@@ -226,6 +218,7 @@ macro_rules! entry {
             };
             // SAFETY: the entry's contract.
             unsafe { call.run::<$element, $code>() }
+        }
         }
     };
 }

@@ -16,7 +16,7 @@
 //! | `kv_lens` | u32 `[batch]`, or null | tokens that count |
 //! | `means` | f32 `[batch, kv_heads, blocks, 128]`, or null | receives the block means, the bits of [`block_mean`](crate::numerics::mean::block_mean); null is the plain kernel, whose residual is the value itself |
 //! | `amax` | u32 `[batch, kv_heads, 2, 128]`, zeroed by the caller | receives per channel the largest abs residual and the largest abs mean, as f32 bits |
-//! | `shares` | f32 `[batch, kv_heads, blocks]`, or null | receives the share of the block's energy that its mean holds; -1 for a block without energy, which does not count |
+//! | `shares` | f32 `[batch, kv_heads, blocks]`, or null | receives the share of the block's energy that its mean holds; -1 for a block without energy (in f32), which does not count |
 //! | `poisoned` | u32 `[batch, kv_heads]`, zeroed by the caller | set to 1 where a value that counts is not finite |
 //! | `v_batch`, `v_head`, `v_token` | i64 | strides of `v` |
 //! | `kv_tokens`, `kv_heads`, `head_dim` | u32 | sizes |
@@ -39,8 +39,6 @@
 //!
 //! What values that are not finite become is not specified: `poisoned` reports them and the head's output is NaN.
 
-use core::arch::{asm, global_asm};
-
 use super::input::{
     Bf16, CHANNELS, CHUNK, CHUNKS, Element, F16, Head, has_nonfinite, store_f32_chunk, token_at,
     unpack_chunk, valid_tokens, walk,
@@ -50,32 +48,20 @@ use super::tiles::{self, KEYS, MEAN_BLOCKS, MEAN_BYTES, V_BYTES};
 use crate::formats::{e4m3, f16};
 use crate::layout::TOKEN_GROUP;
 use crate::layout::fragment::TOKEN_ORDER;
-use crate::ptx::SharedAddr;
+use crate::ptx::collective::{any, shuffle_xor, sync_threads};
 use crate::ptx::convert::{self, fma};
 use crate::ptx::memory::{load_shared_v4, max_global_u32, store_global_v4, store_shared_v4};
 use crate::ptx::shared;
-use crate::ptx::shuffle::{any, shuffle_xor};
-use crate::ptx::special::{block_idx_x, sync_threads, thread_idx_x};
+use crate::ptx::special::{block_idx_x, thread_idx_x};
 
-// Of v_stats: the largest residual and the largest mean of every channel. Of smooth_v: four words a channel.
-global_asm!(".shared .align 16 .b8 vc_v_stats[1024];");
-global_asm!(".shared .align 16 .b8 vc_smooth_v[2048];");
-
-#[inline(always)]
-fn stats_shared() -> SharedAddr {
-    let at: u32;
-    // SAFETY: reads the address of a symbol declared above.
-    unsafe { asm!("mov.u32 {}, vc_v_stats;", out(reg32) at, options(pure, nomem, nostack)) }
-    SharedAddr(at)
-}
-
-#[inline(always)]
-fn smooth_shared() -> SharedAddr {
-    let at: u32;
-    // SAFETY: reads the address of a symbol declared above.
-    unsafe { asm!("mov.u32 {}, vc_smooth_v;", out(reg32) at, options(pure, nomem, nostack)) }
-    SharedAddr(at)
-}
+crate::ptx::shared_symbol!(
+    /// Of v_stats: the largest residual and the largest mean of every channel.
+    fn stats_shared, "vc_v_stats", 16, 1024
+);
+crate::ptx::shared_symbol!(
+    /// Of smooth_v: four words a channel.
+    fn smooth_shared, "vc_smooth_v", 16, 2048
+);
 
 /// Blocks of 128 tokens of a thread block of `v_stats`, 16 lanes each.
 const BLOCKS: u32 = 8;
@@ -134,19 +120,20 @@ impl Stats {
             let count = valid.saturating_sub(block * KEYS as u32).min(KEYS as u32);
             let mut sums = [0.0f32; CHUNK as usize];
             let mut energy = 0.0f32;
-            let (mut low, mut high) = ([0u32; 4], [0u32; 4]);
-            let mut first = true;
+            let (mut low, mut high) = ([E::INFINITY; 4], [E::MINUS_INFINITY; 4]);
             walk(&head, chunk, order, block * KEYS as u32, count, |_, x| {
                 for i in 0..4 {
-                    low[i] = if first { x[i] } else { E::min(low[i], x[i]) };
-                    high[i] = if first { x[i] } else { E::max(high[i], x[i]) };
+                    low[i] = E::min(low[i], x[i]);
+                    high[i] = E::max(high[i], x[i]);
                 }
-                first = false;
                 for (sum, &x) in sums.iter_mut().zip(&unpack_chunk::<E>(x)) {
                     *sum += x;
                     energy = fma(x, x, energy);
                 }
             });
+            if count == 0 {
+                (low, high) = ([0; 4], [0; 4]);
+            }
             let broken = (0..4).any(|i| has_nonfinite::<E>(low[i]) || has_nonfinite::<E>(high[i]));
             if any(broken) && thread_idx_x() % 32 == 0 {
                 max_global_u32(self.poisoned.add(index as usize), 1);
@@ -213,12 +200,12 @@ impl Stats {
 
 macro_rules! stats_entry {
     ($name:ident, $element:ty) => {
+        kernel! {
         #[doc = concat!("Block means and largest residuals of [`", stringify!($element), "`] values.")]
         ///
         /// # Safety
         /// Parameters and launch as the module says.
-        #[unsafe(no_mangle)]
-        pub unsafe extern "ptx-kernel" fn $name(
+        pub unsafe fn $name(
             v: *const u8,
             order: *const u32,
             kv_lens: *const u32,
@@ -238,18 +225,19 @@ macro_rules! stats_entry {
             // SAFETY: the entry's contract.
             unsafe { Stats { means, amax, shares, poisoned }.run::<$element>(&values) }
         }
+        }
     };
 }
 
 stats_entry!(v_stats_bf16, Bf16);
 stats_entry!(v_stats_f16, F16);
 
+kernel! {
 /// The channel scales from the maxima of `v_stats`.
 ///
 /// # Safety
 /// Parameters and launch as the module says.
-#[unsafe(no_mangle)]
-pub unsafe extern "ptx-kernel" fn v_scale(amax: *const u32, scale: *mut f32) {
+pub unsafe fn v_scale(amax: *const u32, scale: *mut f32) {
     let (index, channel) = (block_idx_x() as usize, thread_idx_x() as usize);
     // SAFETY: the maxima and the scale of the channel.
     unsafe {
@@ -258,6 +246,7 @@ pub unsafe extern "ptx-kernel" fn v_scale(amax: *const u32, scale: *mut f32) {
         let s = (residual / e4m3::MAX).max(mean / 60000.0);
         *scale.add(index * CHANNELS as usize + channel) = if s > 0.0 { s } else { 1.0 };
     }
+}
 }
 
 /// Where the second pass reads and writes.
@@ -286,14 +275,10 @@ impl Smooth {
             let mut raw = [[0; 4]; TOKEN_GROUP];
             let mut tokens = [0; TOKEN_GROUP];
             for (i, token) in tokens.iter_mut().enumerate() {
-                if first + (i as u32) < count {
-                    *token = token_at(order, block * KEYS as u32 + first + i as u32);
-                }
+                *token = token_at(order, block * KEYS as u32 + first + i as u32, first + (i as u32) < count);
             }
             for i in 0..TOKEN_GROUP {
-                if first + (i as u32) < count {
-                    raw[i] = head.load(tokens[i], chunk);
-                }
+                raw[i] = head.load(tokens[i], chunk, first + (i as u32) < count);
             }
 
             self.channel(index, block, blocks, count > 0);
@@ -308,13 +293,12 @@ impl Smooth {
                 let word = load_shared_v4(smooth_shared().add((i as u32 * CHUNKS + chunk) * 16));
                 let [mean, scaled, reciprocal, up] = word.map(f32::from_bits);
                 let divisor = Divisor { scaled, reciprocal, up };
-                let mut bytes = [0; 4];
-                for (j, bytes) in bytes.iter_mut().enumerate() {
-                    let code = |k: usize| {
-                        let pair = raw[TOKEN_ORDER[4 * j + k]][i / 2];
-                        divisor.divide(E::unpack(pair)[i % 2] - mean)
-                    };
-                    *bytes = e4m3x4([code(0), code(1), code(2), code(3)]) & masks[j];
+                let mut bytes = match divisor.is_tiny() {
+                    false => codes::<E>(&raw, i, mean, |x| divisor.divide_scaled(x)),
+                    true => codes::<E>(&raw, i, mean, |x| divisor.divide(x)),
+                };
+                for j in 0..4 {
+                    bytes[j] &= masks[j];
                 }
                 let channel = chunk as usize * CHUNK as usize + i;
                 store_global_v4(to.add(tiles::swizzle_128(channel, first as usize)), bytes);
@@ -352,6 +336,22 @@ impl Smooth {
     }
 }
 
+/// The codes of channel `i` of a thread's chunk for its 16 tokens, in the order of V^T.
+#[inline(always)]
+fn codes<E: Element>(
+    raw: &[[u32; 4]; TOKEN_GROUP],
+    i: usize,
+    mean: f32,
+    divide: impl Fn(f32) -> f32,
+) -> [u32; 4] {
+    let code = |position: usize| divide(E::unpack(raw[TOKEN_ORDER[position]][i / 2])[i % 2] - mean);
+    let mut bytes = [0; 4];
+    for j in 0..4 {
+        bytes[j] = e4m3x4([code(4 * j), code(4 * j + 1), code(4 * j + 2), code(4 * j + 3)]);
+    }
+    bytes
+}
+
 /// Which of 16 positions of V^T hold one of the first `count` tokens of their group, as masks of 4 bytes each.
 #[inline(always)]
 fn byte_masks(count: u32) -> [u32; 4] {
@@ -366,12 +366,12 @@ fn byte_masks(count: u32) -> [u32; 4] {
 
 macro_rules! smooth_entry {
     ($name:ident, $element:ty) => {
+        kernel! {
         #[doc = concat!("Residual tiles and mean tiles of [`", stringify!($element), "`] values.")]
         ///
         /// # Safety
         /// Parameters and launch as the module says.
-        #[unsafe(no_mangle)]
-        pub unsafe extern "ptx-kernel" fn $name(
+        pub unsafe fn $name(
             v: *const u8,
             order: *const u32,
             kv_lens: *const u32,
@@ -390,6 +390,7 @@ macro_rules! smooth_entry {
             let values = Values { v, order, kv_lens, strides, kv_tokens, kv_heads, head_dim };
             // SAFETY: the entry's contract.
             unsafe { Smooth { means, scale, tiles, mean_tiles }.run::<$element>(&values) }
+        }
         }
     };
 }

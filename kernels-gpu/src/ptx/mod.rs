@@ -15,11 +15,12 @@ pub mod shuffle;
 pub mod special;
 pub mod wgmma;
 
+pub mod collective;
 pub mod extrema;
 pub mod mma;
+pub mod quotient;
 pub mod shared;
 pub mod stream;
-pub mod warp;
 
 /// Declares a `.shared` symbol of a kernel, and the function that gives its address.
 ///
