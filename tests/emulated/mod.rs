@@ -285,7 +285,7 @@ pub fn attend(case: &Case) -> Result<Outcome, Fault> {
     let cpu = run(&Cpu, &plan, &problem, None).expect("a valid call");
 
     let order = cpu.order;
-    let qs = Cpu.prepare_q(&plan, &problem).expect("a valid call");
+    let qs = Cpu.prepare_q(&plan, &problem, &order).expect("a valid call");
     let ks = Cpu.prepare_k(&plan, &problem, &order, &qs).expect("a valid call");
     let vs = Cpu.prepare_v(&plan, &problem, &order).expect("a valid call");
     let heads: Vec<Dequantized> = (0..case.batch * case.q_heads)

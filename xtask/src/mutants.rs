@@ -1,8 +1,9 @@
 //! `cargo xtask mutants`: plants faults into copies of the kernels and sees whether the emulated tests catch them.
 //!
 //! A mutant is a copy of `kernels-gpu` under another name with one patch of `kernels-gpu/mutants.toml`, and the
-//! tests of the workspace built against that copy; the CPU backend that they compare with stays as it is, and is
-//! built once. The project's own sources are never touched, and no build of them knows of mutants.
+//! tests of the workspace built against that copy. The CPU backend that they compare with is a copy too, without
+//! patches: it is built once, and the project's files may change while mutants run. The project's own sources are
+//! never touched, and no build of them knows of mutants.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -107,6 +108,7 @@ impl Copy {
             fs::write(source, text)?;
         }
         fs::write(folder.join("Cargo.toml"), manifest()?)?;
+        copy_backend(&folder.join("backend"))?;
         Ok(Self { folder })
     }
 
@@ -216,7 +218,7 @@ fn manifest() -> Result<String> {
         tests.insert(name.into(), value.clone());
     }
     let mut host = toml::Table::new();
-    host.insert("path".into(), root().to_str().context("a path in UTF-8")?.into());
+    host.insert("path".into(), "backend".into());
     host.insert("default-features".into(), false.into());
     tests.insert("vc-attention".into(), host.into());
     let mut manifest = toml::Table::new();
@@ -225,9 +227,31 @@ fn manifest() -> Result<String> {
     Ok(format!(
         "[package]\nname = \"mutant\"\nversion = \"0.0.0\"\nedition = \"2024\"\npublish = false\n\n\
          [features]\ndefault = [\"emulation\"]\nemulation = []\n\n\
-         [profile.release]\ndebug = \"line-tables-only\"\nincremental = true\n\n[workspace]\n\n{}",
+         [profile.release]\ndebug = \"line-tables-only\"\nincremental = true\n\n[workspace]\nexclude = [\"backend\"]\n\n{}",
         toml::to_string(&manifest)?
     ))
+}
+
+/// Copies what the library and its CPU backend are built from.
+fn copy_backend(to: &Path) -> Result<()> {
+    copy_folder(&root().join("host"), &to.join("host"))?;
+    copy_folder(&root().join("kernels-gpu/src"), &to.join("kernels-gpu/src"))?;
+    fs::copy(root().join("build.rs"), to.join("build.rs"))?;
+    for package in ["", "kernels-gpu"] {
+        let text = fs::read_to_string(root().join(package).join("Cargo.toml"))?;
+        let mut manifest: toml::Table = toml::from_str(&text)?;
+        for unused in ["bench", "bin", "dev-dependencies", "test"] {
+            manifest.remove(unused);
+        }
+        if let Some(workspace) = manifest.get_mut("workspace").and_then(toml::Value::as_table_mut) {
+            workspace.insert("members".into(), vec!["kernels-gpu"].into());
+        }
+        if let Some(package) = manifest.get_mut("package").and_then(toml::Value::as_table_mut) {
+            package.remove("default-run");
+        }
+        fs::write(to.join(package).join("Cargo.toml"), toml::to_string(&manifest)?)?;
+    }
+    Ok(())
 }
 
 fn copy_folder(from: &Path, to: &Path) -> Result<()> {
