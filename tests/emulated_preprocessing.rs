@@ -110,7 +110,7 @@ macro_rules! run {
 
 /// The same kernel for the two input types.
 macro_rules! run_typed {
-    ($bf16:expr, $gpu:expr, $schedule:expr, $blocks:expr, $module:ident::($for_bf16:ident, $for_f16:ident)($($argument:expr),* $(,)?)) => {
+    ($bf16:expr, $gpu:expr, $schedule:expr, $blocks:expr, $module:ident, [$for_bf16:ident, $for_f16:ident], ($($argument:expr),* $(,)?)) => {
         if $bf16 {
             run!($gpu, $schedule, $blocks, $module::$for_bf16($($argument),*))
         } else {
@@ -194,7 +194,9 @@ fn check(recipe: &Recipe, bf16_bits: bool, sizes: Sizes, kv_lens: Option<&[usize
             &gpu,
             schedule,
             kv_total,
-            stats(balance_bf16, balance_f16)(q_in, balance, qb, qh, qt, nq, hq, hk, d, side)
+            stats,
+            [balance_bf16, balance_f16],
+            (q_in, balance, qb, qh, qt, nq, hq, hk, d, side)
         );
         balance.cast_const()
     } else {
@@ -205,7 +207,9 @@ fn check(recipe: &Recipe, bf16_bits: bool, sizes: Sizes, kv_lens: Option<&[usize
         &gpu,
         schedule,
         kv_blocks.div_ceil(8) * kv_total,
-        stats(k_stats_bf16, k_stats_f16)(k_in, none, none, lens, sums, poisoned, kb, kh, kt, nk, hk, d)
+        stats,
+        [k_stats_bf16, k_stats_f16],
+        (k_in, none, none, lens, sums, poisoned, kb, kh, kt, nk, hk, d)
     );
     run!(&gpu, schedule, kv_total, stats::k_mean(sums, lens, k_mean, nk, hk));
     macro_rules! quantize_q {
@@ -215,7 +219,9 @@ fn check(recipe: &Recipe, bf16_bits: bool, sizes: Sizes, kv_lens: Option<&[usize
                 &gpu,
                 schedule,
                 2 * q_blocks * heads,
-                quantize_q($for_bf16, $for_f16)(
+                quantize_q,
+                [$for_bf16, $for_f16],
+                (
                     q_in,
                     none,
                     none,
@@ -246,7 +252,9 @@ fn check(recipe: &Recipe, bf16_bits: bool, sizes: Sizes, kv_lens: Option<&[usize
                 &gpu,
                 schedule,
                 $blocks,
-                quantize_k($for_bf16, $for_f16)(
+                quantize_k,
+                [$for_bf16, $for_f16],
+                (
                     k_in, order, none, none, k_mean, balance, lens, k_tiles, scales, saturated, kb, kh, kt,
                     nk, hk, d, rotation, side
                 )
@@ -272,21 +280,9 @@ fn check(recipe: &Recipe, bf16_bits: bool, sizes: Sizes, kv_lens: Option<&[usize
         &gpu,
         schedule,
         kv_blocks.div_ceil(8) * kv_total,
-        smooth_v(v_stats_bf16, v_stats_f16)(
-            v_in,
-            order,
-            lens,
-            block_means,
-            amax,
-            shares,
-            poisoned,
-            kb,
-            kh,
-            kt,
-            nk,
-            hk,
-            d
-        )
+        smooth_v,
+        [v_stats_bf16, v_stats_f16],
+        (v_in, order, lens, block_means, amax, shares, poisoned, kb, kh, kt, nk, hk, d)
     );
     run!(&gpu, schedule, kv_total, smooth_v::v_scale(amax, v_scale));
     let blocks = 16 * kv_blocks.div_ceil(16) * kv_total;
@@ -295,21 +291,9 @@ fn check(recipe: &Recipe, bf16_bits: bool, sizes: Sizes, kv_lens: Option<&[usize
         &gpu,
         schedule,
         blocks,
-        smooth_v(smooth_v_bf16, smooth_v_f16)(
-            v_in,
-            order,
-            lens,
-            block_means,
-            v_scale,
-            v_tiles,
-            mean_tiles,
-            kb,
-            kh,
-            kt,
-            nk,
-            hk,
-            d
-        )
+        smooth_v,
+        [smooth_v_bf16, smooth_v_f16],
+        (v_in, order, lens, block_means, v_scale, v_tiles, mean_tiles, kb, kh, kt, nk, hk, d)
     );
 
     // Q.
@@ -426,22 +410,9 @@ fn cluster(bf16_bits: bool, tokens: usize, valid: usize, clusters: usize, schedu
         &gpu,
         schedule,
         clusters.div_ceil(8),
-        kmeans(kmeans_seed_bf16, kmeans_seed_f16)(
-            v_in,
-            lens,
-            centroids,
-            targets.cast(),
-            norms,
-            b,
-            h,
-            t,
-            n,
-            1,
-            d,
-            k,
-            0,
-            42
-        )
+        kmeans,
+        [kmeans_seed_bf16, kmeans_seed_f16],
+        (v_in, lens, centroids, targets.cast(), norms, b, h, t, n, 1, d, k, 0, 42)
     );
     let value = |token: usize, c: usize| {
         let bits = v.bits[token * (dim + 8) + c];
@@ -455,21 +426,9 @@ fn cluster(bf16_bits: bool, tokens: usize, valid: usize, clusters: usize, schedu
             &gpu,
             schedule,
             chunks,
-            kmeans(kmeans_assign_bf16, kmeans_assign_f16)(
-                v_in,
-                lens,
-                targets.cast_const().cast(),
-                norms,
-                labels,
-                b,
-                h,
-                t,
-                n,
-                1,
-                d,
-                k,
-                0
-            )
+            kmeans,
+            [kmeans_assign_bf16, kmeans_assign_f16],
+            (v_in, lens, targets.cast_const().cast(), norms, labels, b, h, t, n, 1, d, k, 0)
         );
         run!(&gpu, schedule, chunks, order::order_count(labels, lens, counts, n, 1, k));
         run!(&gpu, schedule, 1, order::order_scan(counts, starts, run_list, run_starts, n, k));
@@ -479,28 +438,18 @@ fn cluster(bf16_bits: bool, tokens: usize, valid: usize, clusters: usize, schedu
             &gpu,
             schedule,
             runs.div_ceil(8),
-            kmeans(kmeans_sums_bf16, kmeans_sums_f16)(
-                v_in, lens, order_out, run_list, run_starts, sums, b, h, t, n, 1, d, k, 0
-            )
+            kmeans,
+            [kmeans_sums_bf16, kmeans_sums_f16],
+            (v_in, lens, order_out, run_list, run_starts, sums, b, h, t, n, 1, d, k, 0)
         );
         run_typed!(
             bf16_bits,
             &gpu,
             schedule,
             clusters.div_ceil(8),
-            kmeans(kmeans_update_bf16, kmeans_update_f16)(
-                lens,
-                sums,
-                run_starts,
-                starts,
-                centroids,
-                targets.cast(),
-                norms,
-                n,
-                1,
-                k,
-                0
-            )
+            kmeans,
+            [kmeans_update_bf16, kmeans_update_f16],
+            (lens, sums, run_starts, starts, centroids, targets.cast(), norms, n, 1, k, 0)
         );
 
         // Nobody is nearer than the target that was taken, but for the rounding of distances.
@@ -540,6 +489,7 @@ fn grouping_assigns_sorts_and_averages() {
     cluster(true, 1500, 1400, 9, Schedule::Oldest);
     cluster(false, 1025, 1025, 64, Schedule::Newest);
     cluster(true, 300, 257, 1, Schedule::Random(2));
-    // More clusters than tokens that count.
+    // More clusters than fit into shared memory at once, and more than tokens that count.
+    cluster(true, 500, 400, 150, Schedule::Oldest);
     cluster(false, 129, 5, 16, Schedule::Random(3));
 }
