@@ -28,9 +28,9 @@ use core::arch::{asm, global_asm};
 use super::input::valid_tokens;
 use super::kmeans::{MAX_CLUSTERS, RUN, TOKENS, max_runs};
 use crate::ptx::SharedAddr;
+use crate::ptx::collective::{lanes_before, matching, shuffle_up, sync_threads, sync_warp};
 use crate::ptx::shared;
 use crate::ptx::special::{block_idx_x, thread_idx_x};
-use crate::ptx::collective::{lanes_before, matching, shuffle_up, sync_threads, sync_warp};
 
 const THREADS: u32 = 256;
 const WARPS: u32 = THREADS / 32;

@@ -32,9 +32,9 @@ use crate::formats::int8;
 use crate::layout::scale_groups;
 use crate::numerics::units;
 use crate::ptx::SharedAddr;
+use crate::ptx::collective::{any, shuffle_xor, sync_threads};
 use crate::ptx::memory::max_global_u32;
 use crate::ptx::shared;
-use crate::ptx::collective::{any, shuffle_xor, sync_threads};
 use crate::ptx::special::{block_idx_x, thread_idx_x};
 
 /// Threads of a block: four a row.
@@ -207,8 +207,23 @@ macro_rules! entry {
         ) {
             let strides = [q_batch, q_head, q_token];
             let call = Call {
-                q, cos, sin, balance, k_mean, tiles, factor, lse_shift, saturated, strides, q_tokens, q_heads,
-                kv_heads, head_dim, rotation, side, scale,
+                q,
+                cos,
+                sin,
+                balance,
+                k_mean,
+                tiles,
+                factor,
+                lse_shift,
+                saturated,
+                strides,
+                q_tokens,
+                q_heads,
+                kv_heads,
+                head_dim,
+                rotation,
+                side,
+                scale,
             };
             // SAFETY: the entry's contract.
             unsafe { call.run::<$element, $code>() }
