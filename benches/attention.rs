@@ -54,13 +54,13 @@ fn whole_calls(c: &mut Criterion) {
     group.sample_size(10).warm_up_time(Duration::from_secs(1)).measurement_time(Duration::from_secs(8));
     group.throughput(Throughput::Elements(shape.flops() as u64));
 
-    let heads =
-        tensors.each_ref().map(|t| (0..HEADS).map(|h| t.view().read_head(0, h, TOKENS)).collect::<Vec<_>>());
+    let heads: Vec<[Vec<f32>; 3]> =
+        (0..HEADS).map(|h| tensors.each_ref().map(|t| t.view().read_head(0, h, TOKENS))).collect();
     let (mut s, mut o) = (vec![0.0; TOKENS * TOKENS], vec![0.0; TOKENS * DIM]);
     group.bench_function("gemm", |b| {
         b.iter(|| {
-            for h in 0..HEADS {
-                two_products(&heads[0][h], &heads[1][h], &heads[2][h], &mut s, &mut o);
+            for [q, k, v] in &heads {
+                two_products(q, k, v, &mut s, &mut o);
                 black_box(&mut o);
             }
         });

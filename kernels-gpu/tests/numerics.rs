@@ -280,4 +280,3 @@ fn code_unit_factors_turn_dot_products_into_code_units() {
     assert_eq!(units::code_unit_factor(0.0), 0.0);
     assert_relative_eq!(units::PER_NAT * units::NATS, 1.0, max_relative = 1e-6);
 }
-

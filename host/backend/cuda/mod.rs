@@ -58,8 +58,7 @@ impl Cuda {
     /// As [`Device::new`].
     pub fn new(ordinal: usize) -> Result<Self> {
         let device = Device::new(ordinal)?;
-        let stream =
-            device.context().new_stream().map_err(|e| driver::failed("making a stream", e))?;
+        let stream = device.context().new_stream().map_err(|e| driver::failed("making a stream", e))?;
         Ok(Self { device, stream })
     }
 

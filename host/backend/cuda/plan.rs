@@ -9,7 +9,7 @@ use kernels_gpu::numerics::units;
 use super::driver::{Arguments, Device, DevicePtr, Stream};
 use super::workspace::{Layout, Section, Workspace};
 use crate::error::{Error, Result};
-use crate::grouping::{COLD_ITERATIONS, TokenOrder, WARM_ITERATIONS, default_clusters};
+use crate::grouping::{COLD_ITERATIONS, TOKENS_PER_CLUSTER, TokenOrder, WARM_ITERATIONS, default_clusters};
 use crate::problem::Shape;
 use crate::recipe::vc::PACKED_BETA;
 use crate::recipe::{Encoder, Probabilities, QkFormat, Recipe, RowSums, ScoreType, VFormat};
@@ -120,6 +120,8 @@ struct Sizes {
     q_blocks: usize,
     /// Clusters of the k-means; 0 for orders without one.
     clusters: usize,
+    /// Tokens a cluster at least, which limits the clusters of a short head; 0 where the number was given.
+    per_cluster: u32,
 }
 
 /// Entries that the recipe needs.
@@ -173,9 +175,12 @@ impl DevicePlan {
         check_layout(&spec)?;
         let s = &spec.shape;
         let clusters = match spec.recipe.grouping.order {
-            TokenOrder::KMeans => {
-                spec.recipe.grouping.clusters.unwrap_or_else(|| default_clusters(s.kv_tokens)).min(s.kv_tokens)
-            }
+            TokenOrder::KMeans => spec
+                .recipe
+                .grouping
+                .clusters
+                .unwrap_or_else(|| default_clusters(s.kv_tokens))
+                .min(s.kv_tokens),
             _ => 0,
         };
         let sizes = Sizes {
@@ -184,6 +189,7 @@ impl DevicePlan {
             key_blocks: s.kv_tokens.div_ceil(tiles::KEYS),
             q_blocks: s.q_tokens.div_ceil(2 * tiles::ROWS),
             clusters,
+            per_cluster: if spec.recipe.grouping.clusters.is_none() { TOKENS_PER_CLUSTER as u32 } else { 0 },
         };
         let mut layout = Layout::default();
         let at = Sections::new(&mut layout, &spec, &sizes);
@@ -267,7 +273,7 @@ impl DevicePlan {
                 .with(s.kv_tokens as u32)
                 .with(s.kv_heads as u32)
                 .with(self.sizes.clusters as u32)
-                .with(0u32);
+                .with(self.sizes.per_cluster);
             (format!("kmeans_targets_{}", self.names.input), arguments)
         } else {
             let arguments = Arguments::new()
@@ -279,7 +285,7 @@ impl DevicePlan {
             let arguments = self
                 .kv_sizes(self.strides(arguments, self.spec.v))
                 .with(self.sizes.clusters as u32)
-                .with(0u32)
+                .with(self.sizes.per_cluster)
                 .with(self.spec.recipe.grouping.seed);
             (format!("kmeans_seed_{}", self.names.input), arguments)
         };
@@ -298,7 +304,8 @@ impl DevicePlan {
             .with(self.ptr(self.at.targets))
             .with(self.ptr(self.at.norms))
             .with(self.ptr(self.at.labels));
-        let arguments = self.kv_sizes(self.strides(arguments, self.spec.v)).with(clusters).with(0u32);
+        let arguments =
+            self.kv_sizes(self.strides(arguments, self.spec.v)).with(clusters).with(self.sizes.per_cluster);
         // SAFETY: by the caller.
         unsafe {
             self.launch(stream, &format!("kmeans_assign_{}", self.names.input), chunks, arguments)?;
@@ -342,7 +349,10 @@ impl DevicePlan {
             .with(self.ptr(self.at.runs))
             .with(self.ptr(self.at.run_starts))
             .with(self.ptr(self.at.run_sums));
-        let arguments = self.kv_sizes(self.strides(arguments, self.spec.v)).with(clusters as u32).with(0u32);
+        let arguments = self
+            .kv_sizes(self.strides(arguments, self.spec.v))
+            .with(clusters as u32)
+            .with(self.sizes.per_cluster);
         // SAFETY: by the caller.
         unsafe {
             self.launch(stream, &format!("kmeans_sums_{}", self.names.input), runs, arguments)?;
@@ -357,7 +367,7 @@ impl DevicePlan {
                 .with(self.spec.shape.kv_tokens as u32)
                 .with(self.spec.shape.kv_heads as u32)
                 .with(clusters as u32)
-                .with(0u32);
+                .with(self.sizes.per_cluster);
             let blocks = clusters.div_ceil(8) * self.sizes.kv_heads;
             self.launch(stream, &format!("kmeans_update_{}", self.names.input), blocks, arguments)
         }
@@ -404,8 +414,9 @@ impl DevicePlan {
         unsafe {
             if self.spec.recipe.qk == QkFormat::E4m3PerHead {
                 let arguments = Arguments::new().with(tensors.q).with(self.ptr(self.at.balance));
-                let arguments =
-                    self.q_sizes(self.strides(arguments, self.spec.q)).with(units::code_unit_factor(self.spec.scale));
+                let arguments = self
+                    .q_sizes(self.strides(arguments, self.spec.q))
+                    .with(units::code_unit_factor(self.spec.scale));
                 let name = format!("balance_{}", self.names.input);
                 self.launch(stream, &name, self.sizes.kv_heads, arguments)?;
             }
@@ -504,8 +515,7 @@ impl DevicePlan {
         unsafe {
             self.memory.fill(self.at.v_amax, 0, stream)?;
             self.launch(stream, &format!("v_stats_{}", self.names.input), blocks, arguments)?;
-            let arguments =
-                Arguments::new().with(self.ptr(self.at.v_amax)).with(self.ptr(self.at.v_scale));
+            let arguments = Arguments::new().with(self.ptr(self.at.v_amax)).with(self.ptr(self.at.v_scale));
             self.launch(stream, "v_scale", self.sizes.kv_heads, arguments)?;
             let arguments = Arguments::new()
                 .with(tensors.v)
@@ -592,7 +602,11 @@ impl DevicePlan {
         Ok(DeviceOperands {
             order: if self.sizes.clusters > 0 { self.memory.read(self.at.order)? } else { Vec::new() },
             labels: if self.sizes.clusters > 0 { self.memory.read(self.at.labels)? } else { Vec::new() },
-            centroids: if self.sizes.clusters > 0 { self.memory.read(self.at.centroids)? } else { Vec::new() },
+            centroids: if self.sizes.clusters > 0 {
+                self.memory.read(self.at.centroids)?
+            } else {
+                Vec::new()
+            },
             q: self.memory.read(self.at.q)?,
             k: self.memory.read(self.at.k)?,
             k_mean: self.memory.read(self.at.k_mean)?,
@@ -625,7 +639,11 @@ impl DevicePlan {
     }
 
     fn rotation(&self) -> u32 {
-        if self.spec.recipe.rotate_qk { self.spec.shape.head_dim.next_power_of_two().max(16) as u32 } else { 0 }
+        if self.spec.recipe.rotate_qk {
+            self.spec.shape.head_dim.next_power_of_two().max(16) as u32
+        } else {
+            0
+        }
     }
 
     fn strides(&self, arguments: Arguments, [batch, head, token]: Strides) -> Arguments {
@@ -644,9 +662,10 @@ impl DevicePlan {
 
     unsafe fn launch(&self, stream: Stream, name: &str, blocks: usize, arguments: Arguments) -> Result<()> {
         self.device.bind()?;
-        let blocks = u32::try_from(blocks).ok().filter(|&b| b <= i32::MAX as u32).ok_or_else(|| Error::Device {
-            reason: format!("kernel `{name}` would need {blocks} blocks, more than a grid holds"),
-        })?;
+        let blocks =
+            u32::try_from(blocks).ok().filter(|&b| b <= i32::MAX as u32).ok_or_else(|| Error::Device {
+                reason: format!("kernel `{name}` would need {blocks} blocks, more than a grid holds"),
+            })?;
         // SAFETY: by the caller.
         unsafe { self.device.function(name)?.launch(stream, [blocks, 1, 1], arguments) }
     }
@@ -686,7 +705,7 @@ pub struct DeviceOperands {
 
 impl Sections {
     fn new(layout: &mut Layout, spec: &Spec, sizes: &Sizes) -> Self {
-        let Sizes { q_heads, kv_heads, key_blocks, q_blocks, clusters } = *sizes;
+        let Sizes { q_heads, kv_heads, key_blocks, q_blocks, clusters, .. } = *sizes;
         let tokens = spec.shape.kv_tokens;
         let grouped = |count: usize| if clusters > 0 { count * kv_heads } else { 0 };
         let wide = if spec.recipe.qk == QkFormat::F16 { 2 } else { 1 };
@@ -712,7 +731,8 @@ impl Sections {
             v: layout.section::<u8>(kv_heads * key_blocks * tiles::V_BYTES),
             lse_shift: layout.section::<f32>(q_heads * spec.shape.q_tokens),
             block_means: layout.section::<f32>(demeaned(key_blocks * HEAD_DIM)),
-            mean_tiles: layout.section::<u8>(demeaned(key_blocks.div_ceil(tiles::MEAN_BLOCKS) * tiles::MEAN_BYTES)),
+            mean_tiles: layout
+                .section::<u8>(demeaned(key_blocks.div_ceil(tiles::MEAN_BLOCKS) * tiles::MEAN_BYTES)),
             v_amax: layout.section::<u32>(kv_heads * 2 * HEAD_DIM),
             v_scale: layout.section::<f32>(kv_heads * HEAD_DIM),
             shares: layout.section::<f32>(demeaned(key_blocks)),
@@ -736,9 +756,17 @@ fn names(spec: &Spec) -> Result<Names> {
         _ => return refuse("this format of Q and K (they take f16 or e4m3-head, with f16 scores)"),
     };
     let p = match recipe.p {
-        Probabilities::ExpCast { beta: PACKED_BETA, encoder: Encoder::Packed } if recipe.row_sums == RowSums::Decoded => "expcast",
+        Probabilities::ExpCast { beta: PACKED_BETA, encoder: Encoder::Packed }
+            if recipe.row_sums == RowSums::Decoded =>
+        {
+            "expcast"
+        }
         Probabilities::E4m3 { peak: 256.0 } if recipe.row_sums == RowSums::Exact => "exp2",
-        _ => return refuse("these probabilities (they take packed ExpCast at its own beta with decoded row sums, or exact exponentials with a peak of 256 and exact row sums)"),
+        _ => {
+            return refuse(
+                "these probabilities (they take packed ExpCast at its own beta with decoded row sums, or exact exponentials with a peak of 256 and exact row sums)",
+            );
+        }
     };
     if recipe.v != VFormat::E4m3PerChannel || recipe.rotate_v {
         return refuse("this format of V (they take E4M3 with a scale per channel, not rotated)");

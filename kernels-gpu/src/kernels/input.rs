@@ -214,7 +214,8 @@ pub unsafe fn valid_tokens(kv_lens: *const u32, batch: u32, kv_tokens: u32) -> u
 #[inline(always)]
 pub unsafe fn token_at(order: *const u32, position: u32, wanted: bool) -> u32 {
     // SAFETY: covered by contract.
-    let token = unsafe { stream::load_u32_if(wanted & !order.is_null(), order.wrapping_add(position as usize)) };
+    let token =
+        unsafe { stream::load_u32_if(wanted & !order.is_null(), order.wrapping_add(position as usize)) };
     if order.is_null() { position } else { token }
 }
 
@@ -263,7 +264,14 @@ pub unsafe fn walk(
 /// # Safety
 /// `cos` and `sin` are tables `[tokens, head_dim / 2]` that hold the token, and the chunk is below `head_dim`.
 #[inline(always)]
-pub unsafe fn turn(x: &mut [f32; CHUNK as usize], cos: *const f32, sin: *const f32, token: u32, head: &Head, chunk: u32) {
+pub unsafe fn turn(
+    x: &mut [f32; CHUNK as usize],
+    cos: *const f32,
+    sin: *const f32,
+    token: u32,
+    head: &Head,
+    chunk: u32,
+) {
     let at = token as usize * (head.head_dim as usize / 2) + chunk as usize * (CHUNK as usize / 2);
     // SAFETY: 4 angles of the token; rows of head_dim / 2 f32 are multiples of 16 bytes.
     let (c, s) = unsafe { (load_global_v4(cos.add(at).cast()), load_global_v4(sin.add(at).cast())) };

@@ -7,10 +7,10 @@
 use super::input::{CHUNK, Element, Head, load_f32_chunk, turn, unpack_chunk};
 use crate::formats::int8;
 use crate::numerics::hadamard;
-use crate::ptx::convert::{self, fma};
-use crate::ptx::quotient::correct_quotient;
-use crate::ptx::memory::store_global_v4;
 use crate::ptx::collective::shuffle_xor;
+use crate::ptx::convert::{self, fma};
+use crate::ptx::memory::store_global_v4;
+use crate::ptx::quotient::correct_quotient;
 use crate::ptx::stream::store_v2;
 
 /// Lanes that share a row.

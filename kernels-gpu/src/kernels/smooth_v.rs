@@ -16,7 +16,7 @@
 //! | `kv_lens` | u32 `[batch]`, or null | tokens that count |
 //! | `means` | f32 `[batch, kv_heads, blocks, 128]`, or null | receives the block means, the bits of [`block_mean`](crate::numerics::mean::block_mean); null is the plain kernel, whose residual is the value itself |
 //! | `amax` | u32 `[batch, kv_heads, 2, 128]`, zeroed by the caller | receives per channel the largest abs residual and the largest abs mean, as f32 bits |
-//! | `shares` | f32 `[batch, kv_heads, blocks]`, or null | receives the share of the block's energy that its mean holds; -1 for a block without energy, which does not count |
+//! | `shares` | f32 `[batch, kv_heads, blocks]`, or null | receives the share of the block's energy that its mean holds; -1 for a block without energy (in f32), which does not count |
 //! | `poisoned` | u32 `[batch, kv_heads]`, zeroed by the caller | set to 1 where a value that counts is not finite |
 //! | `v_batch`, `v_head`, `v_token` | i64 | strides of `v` |
 //! | `kv_tokens`, `kv_heads`, `head_dim` | u32 | sizes |
@@ -51,10 +51,10 @@ use crate::formats::{e4m3, f16};
 use crate::layout::TOKEN_GROUP;
 use crate::layout::fragment::TOKEN_ORDER;
 use crate::ptx::SharedAddr;
+use crate::ptx::collective::{any, shuffle_xor, sync_threads};
 use crate::ptx::convert::{self, fma};
 use crate::ptx::memory::{load_shared_v4, max_global_u32, store_global_v4, store_shared_v4};
 use crate::ptx::shared;
-use crate::ptx::collective::{any, shuffle_xor, sync_threads};
 use crate::ptx::special::{block_idx_x, thread_idx_x};
 
 // Of v_stats: the largest residual and the largest mean of every channel. Of smooth_v: four words a channel.
@@ -336,7 +336,8 @@ impl Smooth {
                 }
                 let tiles_per_head = blocks as usize / MEAN_BLOCKS + (blocks as usize % MEAN_BLOCKS).min(1);
                 let tile = index as usize * tiles_per_head + block as usize / MEAN_BLOCKS;
-                let at = tile * MEAN_BYTES + tiles::mean_offset(block as usize % MEAN_BLOCKS, channel as usize);
+                let at =
+                    tile * MEAN_BYTES + tiles::mean_offset(block as usize % MEAN_BLOCKS, channel as usize);
                 *self.mean_tiles.add(at).cast::<u16>() = half as u16;
             }
             let Divisor { scaled, reciprocal, up } = Divisor::new(s);

@@ -40,9 +40,9 @@ use super::input::{
 };
 use crate::layout::KEY_TILE;
 use crate::ptx::SharedAddr;
+use crate::ptx::collective::{any, shuffle_xor, sync_threads, warp_max_u32};
 use crate::ptx::memory::max_global_u32;
 use crate::ptx::shared;
-use crate::ptx::collective::{any, shuffle_xor, sync_threads, warp_max_u32};
 use crate::ptx::special::{block_idx_x, thread_idx_x};
 
 global_asm!(".shared .align 4 .b8 vc_balance_max[4];");
@@ -177,7 +177,8 @@ impl Stats {
         // SAFETY: keys that count are read, sums of blocks of the head written; the warp votes together.
         unsafe {
             let first = block * KEY_TILE as u32;
-            let count = valid_tokens(self.kv_lens, batch, self.kv_tokens).saturating_sub(first).min(KEY_TILE as u32);
+            let count =
+                valid_tokens(self.kv_lens, batch, self.kv_tokens).saturating_sub(first).min(KEY_TILE as u32);
             walk(&head, chunk, core::ptr::null(), first, count, |token, x| {
                 max = largest::<E>(max, &x);
                 let mut x = unpack_chunk::<E>(x);
