@@ -42,6 +42,8 @@ enum Task {
         #[arg(long)]
         cust: bool,
     },
+    /// Link the example of vc-attention-cust on a machine without a CUDA driver, against a stand-in for libcuda.
+    Cust,
     /// Put the pinned ptxas under target/ptxas, from its wheel on PyPI.
     Ptxas {
         /// Unpack this wheel of nvidia-cuda-nvcc instead of downloading one.
@@ -59,6 +61,10 @@ fn main() -> Result<()> {
     match Cli::parse().task {
         Task::Kernels { check } => kernels::run(check),
         Task::GpuBundle { output, cust } => bundle::run(&output, cust),
+        Task::Cust => {
+            println!("{}", cust::build()?.display());
+            Ok(())
+        }
         Task::Ptxas { wheel } => ptxas::install(wheel.as_deref()),
     }
 }
