@@ -22,6 +22,11 @@
     )
 )]
 
+#[cfg(feature = "emulation")]
+extern crate std;
+
+#[cfg(feature = "emulation")]
+pub mod emulation;
 pub mod formats;
 pub mod kernels;
 pub mod layout;

@@ -117,11 +117,7 @@ fn scores(r: &Scalar, mut q: Vec<Vec<f32>>, mut k: Vec<Vec<f32>>, scale: f32) ->
     let side = f64::from(scale.abs() * (8.0 * LOG2_E)).sqrt() as f32;
     match r.qk {
         Qk::F16 | Qk::E4m3 => {
-            let balance = if r.qk == Qk::E4m3 {
-                (4.0 - (amax_q * side).log2().floor()).exp2()
-            } else {
-                1.0
-            };
+            let balance = if r.qk == Qk::E4m3 { (4.0 - (amax_q * side).log2().floor()).exp2() } else { 1.0 };
             let (round, step): (fn(f64) -> f64, _) =
                 if r.qk == Qk::E4m3 { (e4m3, 32) } else { (half_of, 16) };
             let side_q = (side * balance).copysign(scale);

@@ -4,6 +4,7 @@ mod budget;
 mod bundle;
 mod cust;
 mod kernels;
+mod mutants;
 mod ptx;
 mod ptxas;
 mod toolchain;
@@ -44,6 +45,11 @@ enum Task {
     },
     /// Link the example of vc-attention-cust on a machine without a CUDA driver, against a stand-in for libcuda.
     Cust,
+    /// Plant faults into copies of the kernels (kernels-gpu/mutants.toml) and run the emulated tests on each.
+    Mutants {
+        /// Only those whose names contain this.
+        filter: Option<String>,
+    },
     /// Put the pinned ptxas under target/ptxas, from its wheel on PyPI.
     Ptxas {
         /// Unpack this wheel of nvidia-cuda-nvcc instead of downloading one.
@@ -65,6 +71,7 @@ fn main() -> Result<()> {
             println!("{}", cust::build()?.display());
             Ok(())
         }
+        Task::Mutants { filter } => mutants::run(filter.as_deref()),
         Task::Ptxas { wheel } => ptxas::install(wheel.as_deref()),
     }
 }

@@ -44,7 +44,6 @@
 //! The grid is ceil(`q_tokens` / 128) x `q_heads` x batch: query blocks of a head first, so that the blocks that
 //! run together share K and V in L2.
 
-use core::arch::{asm, global_asm};
 use core::num::NonZeroU32;
 
 use super::tiles::{self, HEAD_DIM, KEYS, MEAN_BLOCKS, MEAN_BYTES, ROWS, V_BYTES};
@@ -67,16 +66,10 @@ pub const OUT_F16: u32 = 1;
 /// `out_type`: bf16.
 pub const OUT_BF16: u32 = 2;
 
-global_asm!(".extern .shared .align 1024 .b8 vc_shared[];");
-
-/// Start of the dynamic shared memory, a multiple of 1024.
-#[inline(always)]
-fn shared_base() -> SharedAddr {
-    let base: u32;
-    // SAFETY: reads the address of a symbol declared above.
-    unsafe { asm!("mov.u32 {}, vc_shared;", out(reg32) base, options(pure, nomem, nostack)) }
-    SharedAddr(base)
-}
+crate::ptx::shared_symbol!(
+    /// Start of the dynamic shared memory, a multiple of 1024.
+    fn shared_base, "vc_shared", 1024
+);
 
 /// The product of queries and keys: 64 x 128 scores in packed f16.
 trait Scores {
@@ -897,13 +890,12 @@ unsafe fn attention<S: Scores, W: Weights, const STAGES: u32, const SMOOTH: bool
 }
 
 macro_rules! entry {
-    ($name:ident, $scores:ty, $weights:ty, $stages:expr, $smooth:literal) => {
+    ($name:ident, $scores:ty, $weights:ty, $stages:expr, $smooth:literal) => { kernel! {
         #[doc = concat!("[`attention`] with [`", stringify!($scores), "`] scores and [`", stringify!($weights), "`] probabilities.")]
         ///
         /// # Safety
         /// Parameters as the module says, launched with the bounds of its [`Entry`](super::Entry).
-        #[unsafe(no_mangle)]
-        pub unsafe extern "ptx-kernel" fn $name(
+        pub unsafe fn $name(
             q: *const u8,
             k: *const u8,
             v: *const u8,
@@ -933,7 +925,7 @@ macro_rules! entry {
             // SAFETY: the entry's contract.
             unsafe { attention::<$scores, $weights, { $stages as u32 }, $smooth>(call) }
         }
-    };
+    }};
 }
 
 entry!(attention_sm90_f16_expcast_smooth, F16, ExpCast, STAGES_F16, true);

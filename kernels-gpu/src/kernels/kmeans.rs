@@ -53,8 +53,6 @@
 //! Reads `sums`, `run_starts` and `starts` (u32 `[batch, kv_heads, clusters + 1]`, of `order_scan`), writes
 //! `centroids`, `targets` and `norms`. An empty cluster keeps its own.
 
-use core::arch::{asm, global_asm};
-
 use super::input::{
     Bf16, CHANNELS, CHUNK, CHUNKS, Element, F16, Head, load_f32_chunk, store_f32_chunk, unpack_chunk,
     valid_tokens, walk,
@@ -259,16 +257,10 @@ const ROWS: u32 = 16;
 /// Threads of a block of `kmeans_assign`.
 const THREADS: u32 = 256;
 
-// TILE rows of PITCH bytes, then TILE norms.
-global_asm!(".shared .align 16 .b8 vc_kmeans[41472];");
-
-#[inline(always)]
-fn assign_shared() -> SharedAddr {
-    let at: u32;
-    // SAFETY: reads the address of a symbol declared above.
-    unsafe { asm!("mov.u32 {}, vc_kmeans;", out(reg32) at, options(pure, nomem, nostack)) }
-    SharedAddr(at)
-}
+crate::ptx::shared_symbol!(
+    /// TILE rows of PITCH bytes, then TILE norms.
+    fn assign_shared, "vc_kmeans", 16, 41472
+);
 
 #[inline(always)]
 fn shared_norms() -> SharedAddr {
@@ -495,12 +487,12 @@ impl Clusters {
 
 macro_rules! entries {
     ($element:ty, $seed:ident, $targets:ident, $assign:ident, $sums:ident, $update:ident) => {
+        kernel! {
         #[doc = concat!("Cold start on [`", stringify!($element), "`] values.")]
         ///
         /// # Safety
         /// Parameters and launch as the module says.
-        #[unsafe(no_mangle)]
-        pub unsafe extern "ptx-kernel" fn $seed(
+        pub unsafe fn $seed(
             v: *const u8,
             kv_lens: *const u32,
             centroids: *mut f32,
@@ -523,13 +515,14 @@ macro_rules! entries {
             // SAFETY: the entry's contract.
             unsafe { call.seed::<$element>(seed) }
         }
+        }
 
+        kernel! {
         #[doc = concat!("Targets for [`", stringify!($element), "`] values from given centroids.")]
         ///
         /// # Safety
         /// Parameters and launch as the module says.
-        #[unsafe(no_mangle)]
-        pub unsafe extern "ptx-kernel" fn $targets(
+        pub unsafe fn $targets(
             kv_lens: *const u32,
             centroids: *const f32,
             targets: *mut u8,
@@ -546,13 +539,14 @@ macro_rules! entries {
             // SAFETY: the entry's contract.
             unsafe { call.targets::<$element>() }
         }
+        }
 
+        kernel! {
         #[doc = concat!("Labels of [`", stringify!($element), "`] values.")]
         ///
         /// # Safety
         /// Parameters and launch as the module says.
-        #[unsafe(no_mangle)]
-        pub unsafe extern "ptx-kernel" fn $assign(
+        pub unsafe fn $assign(
             v: *const u8,
             kv_lens: *const u32,
             targets: *const u8,
@@ -575,13 +569,14 @@ macro_rules! entries {
             // SAFETY: the entry's contract.
             unsafe { call.assign::<$element>(labels) }
         }
+        }
 
+        kernel! {
         #[doc = concat!("Sums over the runs of [`", stringify!($element), "`] values in their order.")]
         ///
         /// # Safety
         /// Parameters and launch as the module says.
-        #[unsafe(no_mangle)]
-        pub unsafe extern "ptx-kernel" fn $sums(
+        pub unsafe fn $sums(
             v: *const u8,
             kv_lens: *const u32,
             order: *const u32,
@@ -606,13 +601,14 @@ macro_rules! entries {
             // SAFETY: the entry's contract.
             unsafe { call.sums::<$element>(order, runs, run_starts, sums) }
         }
+        }
 
+        kernel! {
         #[doc = concat!("Centroids and targets of [`", stringify!($element), "`] values from the sums of their runs.")]
         ///
         /// # Safety
         /// Parameters and launch as the module says.
-        #[unsafe(no_mangle)]
-        pub unsafe extern "ptx-kernel" fn $update(
+        pub unsafe fn $update(
             kv_lens: *const u32,
             sums: *const f32,
             run_starts: *const u32,
@@ -631,6 +627,7 @@ macro_rules! entries {
             };
             // SAFETY: the entry's contract.
             unsafe { call.update::<$element>(sums, run_starts, starts) }
+        }
         }
     };
 }

@@ -1,25 +1,47 @@
 //! The GPU kernels and the facts that a host needs to launch them.
 
-#[cfg(target_arch = "nvptx64")]
+#![allow(
+    clippy::manual_is_multiple_of,
+    clippy::needless_range_loop,
+    reason = "lane and register arithmetic is written as the layouts are: remainders beside quotients, indices over several arrays"
+)]
+
+/// Defines the entries of a module: a kernel on the device, a function of the same parameters for the emulation.
+#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
+macro_rules! kernel {
+    ($(#[$attribute:meta])* pub unsafe fn $name:ident($($parameter:ident: $type:ty),* $(,)?) $body:block) => {
+        $(#[$attribute])*
+        #[cfg(target_arch = "nvptx64")]
+        #[unsafe(no_mangle)]
+        pub unsafe extern "ptx-kernel" fn $name($($parameter: $type),*) $body
+
+        $(#[$attribute])*
+        #[cfg(not(target_arch = "nvptx64"))]
+        #[allow(clippy::too_many_arguments, reason = "what a launch passes")]
+        pub unsafe fn $name($($parameter: $type),*) $body
+    };
+}
+
+#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
 pub mod attention_sm90;
 pub mod tiles;
 
 pub mod head_balance;
-#[cfg(target_arch = "nvptx64")]
+#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
 pub mod input;
-#[cfg(target_arch = "nvptx64")]
+#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
 pub mod kmeans;
-#[cfg(target_arch = "nvptx64")]
+#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
 pub mod order;
-#[cfg(target_arch = "nvptx64")]
+#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
 pub mod quantize_k;
-#[cfg(target_arch = "nvptx64")]
+#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
 pub mod quantize_q;
-#[cfg(target_arch = "nvptx64")]
+#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
 pub mod rows;
-#[cfg(target_arch = "nvptx64")]
+#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
 pub mod smooth_v;
-#[cfg(target_arch = "nvptx64")]
+#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
 pub mod stats;
 
 /// How one kernel is launched. `cargo xtask kernels` writes the bounds into the PTX (Rust has no attribute

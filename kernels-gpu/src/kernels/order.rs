@@ -23,8 +23,6 @@
 //! Grids, in x: `order_count` and `order_scatter` chunks * batch * `kv_heads` blocks of 256 threads, `order_scan`
 //! one block of 1024 threads per (batch, kv head).
 
-use core::arch::{asm, global_asm};
-
 use super::input::valid_tokens;
 use super::kmeans::{MAX_CLUSTERS, RUN, TOKENS, max_runs};
 use crate::ptx::SharedAddr;
@@ -37,27 +35,33 @@ const WARPS: u32 = THREADS / 32;
 /// Tokens of a warp of `order_scatter`.
 const SEGMENT: u32 = TOKENS / WARPS;
 
-// Of order_count: a counter a cluster. Of order_scan: two totals of every warp. Of order_scatter: a place per
-// warp and cluster.
-global_asm!(".shared .align 16 .b8 vc_order_count[4096];");
-global_asm!(".shared .align 16 .b8 vc_order_scan[256];");
-global_asm!(".shared .align 16 .b8 vc_order_scatter[32768];");
+crate::ptx::shared_symbol!(
+    /// Of order_count: a counter a cluster.
+    fn counters, "vc_order_count", 16, 4096
+);
+crate::ptx::shared_symbol!(
+    /// Of order_scan: two totals of every warp.
+    fn totals, "vc_order_scan", 16, 256
+);
+crate::ptx::shared_symbol!(
+    /// Of order_scatter: a place per warp and cluster.
+    fn places, "vc_order_scatter", 16, 32768
+);
 
-macro_rules! shared_symbol {
-    ($name:ident, $symbol:literal) => {
-        #[inline(always)]
-        fn $name(word: u32) -> SharedAddr {
-            let at: u32;
-            // SAFETY: reads the address of a symbol declared above.
-            unsafe { asm!(concat!("mov.u32 {}, ", $symbol, ";"), out(reg32) at, options(pure, nomem, nostack)) }
-            SharedAddr(at + 4 * word)
-        }
-    };
+#[inline(always)]
+fn counter(word: u32) -> SharedAddr {
+    counters().add(4 * word)
 }
 
-shared_symbol!(counter, "vc_order_count");
-shared_symbol!(total, "vc_order_scan");
-shared_symbol!(place, "vc_order_scatter");
+#[inline(always)]
+fn total(word: u32) -> SharedAddr {
+    totals().add(4 * word)
+}
+
+#[inline(always)]
+fn place(word: u32) -> SharedAddr {
+    places().add(4 * word)
+}
 
 /// The chunk of a block: head, chunk and the tokens in it that count.
 struct Chunk {
@@ -80,12 +84,12 @@ impl Chunk {
     }
 }
 
+kernel! {
 /// Counts the labels of every chunk.
 ///
 /// # Safety
 /// Parameters and launch as the module says.
-#[unsafe(no_mangle)]
-pub unsafe extern "ptx-kernel" fn order_count(
+pub unsafe fn order_count(
     labels: *const u16,
     kv_lens: *const u32,
     counts: *mut u32,
@@ -115,6 +119,7 @@ pub unsafe extern "ptx-kernel" fn order_count(
             cluster += THREADS;
         }
     }
+}
 }
 
 /// The sum of `values` of all threads before this one, each its own.
@@ -156,12 +161,12 @@ unsafe fn sums_before(values: [u32; 2]) -> [u32; 2] {
     }
 }
 
+kernel! {
 /// Places of clusters and chunks: one thread a cluster.
 ///
 /// # Safety
 /// Parameters and launch as the module says.
-#[unsafe(no_mangle)]
-pub unsafe extern "ptx-kernel" fn order_scan(
+pub unsafe fn order_scan(
     counts: *mut u32,
     starts: *mut u32,
     runs: *mut u32,
@@ -224,13 +229,14 @@ pub unsafe extern "ptx-kernel" fn order_scan(
         }
     }
 }
+}
 
+kernel! {
 /// Writes every token that counts to its place.
 ///
 /// # Safety
 /// Parameters and launch as the module says.
-#[unsafe(no_mangle)]
-pub unsafe extern "ptx-kernel" fn order_scatter(
+pub unsafe fn order_scatter(
     labels: *const u16,
     kv_lens: *const u32,
     counts: *const u32,
@@ -294,6 +300,7 @@ pub unsafe extern "ptx-kernel" fn order_scatter(
             }
         }
     }
+}
 }
 
 const _: () = assert!(WARPS * MAX_CLUSTERS * 4 == 32768, "order_scatter's shared memory holds every cluster");

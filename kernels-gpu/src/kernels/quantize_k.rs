@@ -25,14 +25,11 @@
 //! INT8: ceil(`kv_tokens` / 128) * batch * `kv_heads` blocks of [`THREADS_INT8`], one a tile, whose keys share
 //! their scales.
 
-use core::arch::{asm, global_asm};
-
 use super::input::{Bf16, CHUNK, Element, F16, Head, token_at, valid_tokens};
 use super::rows::{Code, Divisor, E4m3, Half, Int8, LANES, Part};
 use super::tiles::{self, KEYS};
 use crate::formats::int8;
 use crate::layout::scale_groups;
-use crate::ptx::SharedAddr;
 use crate::ptx::collective::{any, sync_threads};
 use crate::ptx::memory::max_global_u32;
 use crate::ptx::shared;
@@ -45,16 +42,10 @@ pub const THREADS_INT8: u32 = KEYS as u32 * LANES;
 
 const GROUPS: u32 = scale_groups::K_GROUPS as u32;
 
-// 4 words: the largest magnitude of every scale group of a tile.
-global_asm!(".shared .align 16 .b8 vc_quantize_k_amax[16];");
-
-#[inline(always)]
-fn group_amax() -> SharedAddr {
-    let at: u32;
-    // SAFETY: reads the address of a symbol declared above.
-    unsafe { asm!("mov.u32 {}, vc_quantize_k_amax;", out(reg32) at, options(pure, nomem, nostack)) }
-    SharedAddr(at)
-}
+crate::ptx::shared_symbol!(
+    /// 4 words: the largest magnitude of every scale group of a tile.
+    fn group_amax, "vc_quantize_k_amax", 16, 16
+);
 
 /// The parameters of an entry.
 struct Call {
@@ -171,12 +162,12 @@ impl Call {
 
 macro_rules! entry {
     ($name:ident, $element:ty, $code:ty) => {
+        kernel! {
         #[doc = concat!("[`", stringify!($element), "`] keys to [`", stringify!($code), "`] tiles.")]
         ///
         /// # Safety
         /// Parameters and launch as the module says.
-        #[unsafe(no_mangle)]
-        pub unsafe extern "ptx-kernel" fn $name(
+        pub unsafe fn $name(
             k: *const u8,
             order: *const u32,
             cos: *const f32,
@@ -217,6 +208,7 @@ macro_rules! entry {
             };
             // SAFETY: the entry's contract.
             unsafe { call.run::<$element, $code>() }
+        }
         }
     };
 }

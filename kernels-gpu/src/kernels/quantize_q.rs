@@ -23,15 +23,12 @@
 //!
 //! The grid is 2 ceil(`q_tokens` / 128) * batch * `q_heads` blocks of [`THREADS`] in x, one a tile of 64 rows.
 
-use core::arch::{asm, global_asm};
-
 use super::input::{Bf16, CHUNK, Element, F16, Head, has_nonfinite, largest};
 use super::rows::{Code, Divisor, E4m3, Half, Int8, LANES, Part};
 use super::tiles::{self, ROWS};
 use crate::formats::int8;
 use crate::layout::scale_groups;
 use crate::numerics::units;
-use crate::ptx::SharedAddr;
 use crate::ptx::collective::{any, shuffle_xor, sync_threads};
 use crate::ptx::memory::max_global_u32;
 use crate::ptx::shared;
@@ -43,16 +40,10 @@ pub const THREADS: u32 = ROWS as u32 * LANES;
 /// Scale groups of a tile.
 const GROUPS: u32 = (ROWS / scale_groups::Q_TILE * scale_groups::Q_GROUPS) as u32;
 
-// 32 words: the largest magnitude of every scale group of a tile.
-global_asm!(".shared .align 16 .b8 vc_quantize_q_amax[128];");
-
-#[inline(always)]
-fn group_amax() -> SharedAddr {
-    let at: u32;
-    // SAFETY: reads the address of a symbol declared above.
-    unsafe { asm!("mov.u32 {}, vc_quantize_q_amax;", out(reg32) at, options(pure, nomem, nostack)) }
-    SharedAddr(at)
-}
+crate::ptx::shared_symbol!(
+    /// 32 words: the largest magnitude of every scale group of a tile.
+    fn group_amax, "vc_quantize_q_amax", 16, 128
+);
 
 /// The parameters of an entry.
 struct Call {
@@ -179,12 +170,12 @@ impl Call {
 
 macro_rules! entry {
     ($name:ident, $element:ty, $code:ty) => {
+        kernel! {
         #[doc = concat!("[`", stringify!($element), "`] queries to [`", stringify!($code), "`] tiles.")]
         ///
         /// # Safety
         /// Parameters and launch as the module says.
-        #[unsafe(no_mangle)]
-        pub unsafe extern "ptx-kernel" fn $name(
+        pub unsafe fn $name(
             q: *const u8,
             cos: *const f32,
             sin: *const f32,
@@ -227,6 +218,7 @@ macro_rules! entry {
             };
             // SAFETY: the entry's contract.
             unsafe { call.run::<$element, $code>() }
+        }
         }
     };
 }

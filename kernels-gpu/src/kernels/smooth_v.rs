@@ -39,8 +39,6 @@
 //!
 //! What values that are not finite become is not specified: `poisoned` reports them and the head's output is NaN.
 
-use core::arch::{asm, global_asm};
-
 use super::input::{
     Bf16, CHANNELS, CHUNK, CHUNKS, Element, F16, Head, has_nonfinite, store_f32_chunk, token_at,
     unpack_chunk, valid_tokens, walk,
@@ -50,32 +48,20 @@ use super::tiles::{self, KEYS, MEAN_BLOCKS, MEAN_BYTES, V_BYTES};
 use crate::formats::{e4m3, f16};
 use crate::layout::TOKEN_GROUP;
 use crate::layout::fragment::TOKEN_ORDER;
-use crate::ptx::SharedAddr;
 use crate::ptx::collective::{any, shuffle_xor, sync_threads};
 use crate::ptx::convert::{self, fma};
 use crate::ptx::memory::{load_shared_v4, max_global_u32, store_global_v4, store_shared_v4};
 use crate::ptx::shared;
 use crate::ptx::special::{block_idx_x, thread_idx_x};
 
-// Of v_stats: the largest residual and the largest mean of every channel. Of smooth_v: four words a channel.
-global_asm!(".shared .align 16 .b8 vc_v_stats[1024];");
-global_asm!(".shared .align 16 .b8 vc_smooth_v[2048];");
-
-#[inline(always)]
-fn stats_shared() -> SharedAddr {
-    let at: u32;
-    // SAFETY: reads the address of a symbol declared above.
-    unsafe { asm!("mov.u32 {}, vc_v_stats;", out(reg32) at, options(pure, nomem, nostack)) }
-    SharedAddr(at)
-}
-
-#[inline(always)]
-fn smooth_shared() -> SharedAddr {
-    let at: u32;
-    // SAFETY: reads the address of a symbol declared above.
-    unsafe { asm!("mov.u32 {}, vc_smooth_v;", out(reg32) at, options(pure, nomem, nostack)) }
-    SharedAddr(at)
-}
+crate::ptx::shared_symbol!(
+    /// Of v_stats: the largest residual and the largest mean of every channel.
+    fn stats_shared, "vc_v_stats", 16, 1024
+);
+crate::ptx::shared_symbol!(
+    /// Of smooth_v: four words a channel.
+    fn smooth_shared, "vc_smooth_v", 16, 2048
+);
 
 /// Blocks of 128 tokens of a thread block of `v_stats`, 16 lanes each.
 const BLOCKS: u32 = 8;
@@ -214,12 +200,12 @@ impl Stats {
 
 macro_rules! stats_entry {
     ($name:ident, $element:ty) => {
+        kernel! {
         #[doc = concat!("Block means and largest residuals of [`", stringify!($element), "`] values.")]
         ///
         /// # Safety
         /// Parameters and launch as the module says.
-        #[unsafe(no_mangle)]
-        pub unsafe extern "ptx-kernel" fn $name(
+        pub unsafe fn $name(
             v: *const u8,
             order: *const u32,
             kv_lens: *const u32,
@@ -239,18 +225,19 @@ macro_rules! stats_entry {
             // SAFETY: the entry's contract.
             unsafe { Stats { means, amax, shares, poisoned }.run::<$element>(&values) }
         }
+        }
     };
 }
 
 stats_entry!(v_stats_bf16, Bf16);
 stats_entry!(v_stats_f16, F16);
 
+kernel! {
 /// The channel scales from the maxima of `v_stats`.
 ///
 /// # Safety
 /// Parameters and launch as the module says.
-#[unsafe(no_mangle)]
-pub unsafe extern "ptx-kernel" fn v_scale(amax: *const u32, scale: *mut f32) {
+pub unsafe fn v_scale(amax: *const u32, scale: *mut f32) {
     let (index, channel) = (block_idx_x() as usize, thread_idx_x() as usize);
     // SAFETY: the maxima and the scale of the channel.
     unsafe {
@@ -259,6 +246,7 @@ pub unsafe extern "ptx-kernel" fn v_scale(amax: *const u32, scale: *mut f32) {
         let s = (residual / e4m3::MAX).max(mean / 60000.0);
         *scale.add(index * CHANNELS as usize + channel) = if s > 0.0 { s } else { 1.0 };
     }
+}
 }
 
 /// Where the second pass reads and writes.
@@ -378,12 +366,12 @@ fn byte_masks(count: u32) -> [u32; 4] {
 
 macro_rules! smooth_entry {
     ($name:ident, $element:ty) => {
+        kernel! {
         #[doc = concat!("Residual tiles and mean tiles of [`", stringify!($element), "`] values.")]
         ///
         /// # Safety
         /// Parameters and launch as the module says.
-        #[unsafe(no_mangle)]
-        pub unsafe extern "ptx-kernel" fn $name(
+        pub unsafe fn $name(
             v: *const u8,
             order: *const u32,
             kv_lens: *const u32,
@@ -402,6 +390,7 @@ macro_rules! smooth_entry {
             let values = Values { v, order, kv_lens, strides, kv_tokens, kv_heads, head_dim };
             // SAFETY: the entry's contract.
             unsafe { Smooth { means, scale, tiles, mean_tiles }.run::<$element>(&values) }
+        }
         }
     };
 }

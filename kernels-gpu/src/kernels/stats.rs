@@ -31,30 +31,21 @@
 //! | `mean` | f32 `[batch, kv_heads, 128]` | receives the token mean, the bits of [`token_mean`](crate::numerics::mean::token_mean) |
 //! | `kv_tokens`, `kv_heads` | u32 | sizes |
 
-use core::arch::{asm, global_asm};
-
 use super::head_balance;
 use super::input::{
     Bf16, CHANNELS, CHUNK, CHUNKS, Element, F16, Head, has_nonfinite, largest, store_f32_chunk, turn,
     unpack_chunk, valid_tokens, walk,
 };
 use crate::layout::KEY_TILE;
-use crate::ptx::SharedAddr;
 use crate::ptx::collective::{any, shuffle_xor, sync_threads, warp_max_u32};
 use crate::ptx::memory::max_global_u32;
 use crate::ptx::shared;
 use crate::ptx::special::{block_idx_x, thread_idx_x};
 
-global_asm!(".shared .align 4 .b8 vc_balance_max[4];");
-
-/// The word in which a block of `balance` meets.
-#[inline(always)]
-fn balance_max() -> SharedAddr {
-    let at: u32;
-    // SAFETY: reads the address of a symbol declared above.
-    unsafe { asm!("mov.u32 {}, vc_balance_max;", out(reg32) at, options(pure, nomem, nostack)) }
-    SharedAddr(at)
-}
+crate::ptx::shared_symbol!(
+    /// The word in which a block of `balance` meets.
+    fn balance_max, "vc_balance_max", 4, 4
+);
 
 const BALANCE_THREADS: u32 = 256;
 
@@ -117,12 +108,12 @@ impl Balance {
 
 macro_rules! balance_entry {
     ($name:ident, $element:ty) => {
+        kernel! {
         #[doc = concat!("The balance of every query group of [`", stringify!($element), "`] queries.")]
         ///
         /// # Safety
         /// Parameters and launch as the module says.
-        #[unsafe(no_mangle)]
-        pub unsafe extern "ptx-kernel" fn $name(
+        pub unsafe fn $name(
             q: *const u8,
             balance: *mut f32,
             q_batch: i64,
@@ -138,6 +129,7 @@ macro_rules! balance_entry {
             let call = Balance { q, balance, strides, q_tokens, q_heads, kv_heads, head_dim, factor };
             // SAFETY: the entry's contract.
             unsafe { call.run::<$element>() }
+        }
         }
     };
 }
@@ -200,12 +192,12 @@ impl Stats {
 
 macro_rules! stats_entry {
     ($name:ident, $element:ty) => {
+        kernel! {
         #[doc = concat!("Sums over blocks of [`", stringify!($element), "`] keys, and whether all are finite.")]
         ///
         /// # Safety
         /// Parameters and launch as the module says.
-        #[unsafe(no_mangle)]
-        pub unsafe extern "ptx-kernel" fn $name(
+        pub unsafe fn $name(
             k: *const u8,
             cos: *const f32,
             sin: *const f32,
@@ -224,18 +216,19 @@ macro_rules! stats_entry {
             // SAFETY: the entry's contract.
             unsafe { call.run::<$element>() }
         }
+        }
     };
 }
 
 stats_entry!(k_stats_bf16, Bf16);
 stats_entry!(k_stats_f16, F16);
 
+kernel! {
 /// The token mean of K from the sums over blocks, added in order.
 ///
 /// # Safety
 /// Parameters and launch as the module says.
-#[unsafe(no_mangle)]
-pub unsafe extern "ptx-kernel" fn k_mean(
+pub unsafe fn k_mean(
     sums: *const f32,
     kv_lens: *const u32,
     mean: *mut f32,
@@ -266,4 +259,5 @@ pub unsafe extern "ptx-kernel" fn k_mean(
         }
         *mean.add(index * CHANNELS as usize + channel) = total / valid.max(1) as f32;
     }
+}
 }

@@ -29,3 +29,23 @@ mod device {
         }
     }
 }
+
+#[cfg(feature = "emulation")]
+pub use host::*;
+
+#[cfg(feature = "emulation")]
+mod host {
+    use crate::emulation::instructions;
+    use crate::ptx::SharedAddr;
+    use crate::ptx::mbarrier::Barrier;
+
+    /// `cp.async.bulk`: the bytes may not be touched from here until the barrier's phase was waited for, and
+    /// arrive when nothing else can happen.
+    ///
+    /// # Safety
+    /// As on the device; what is broken of it is a fault.
+    #[track_caller]
+    pub unsafe fn global_to_shared(to: SharedAddr, from: *const u8, bytes: u32, barrier: Barrier) {
+        instructions::bulk_copy(to.0, from, bytes, barrier.addr().0);
+    }
+}

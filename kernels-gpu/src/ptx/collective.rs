@@ -108,3 +108,50 @@ mod device {
         unsafe { nvptx::_syncthreads() }
     }
 }
+
+#[cfg(feature = "emulation")]
+pub use host::*;
+
+#[cfg(feature = "emulation")]
+mod host {
+    use crate::emulation::instructions::{thread_index, warp};
+
+    pub use crate::ptx::shuffle::{any, shuffle_xor, warp_max_u32};
+    pub use crate::ptx::special::sync_threads;
+
+    /// `shfl.sync.up.b32`: the value of the lane `DISTANCE` before; the first lanes get their own.
+    ///
+    /// # Safety
+    /// As on the device; what is broken of it is a fault.
+    #[track_caller]
+    pub unsafe fn shuffle_up<const DISTANCE: u32>(value: u32) -> u32 {
+        let lane = thread_index() % 32;
+        let from = lane.checked_sub(DISTANCE).unwrap_or(lane);
+        warp("shfl.sync.up", DISTANCE, value.into(), false)[from as usize] as u32
+    }
+
+    /// `match.any.sync.b32`: the lanes that hold the same value, this one among them, as a mask.
+    ///
+    /// # Safety
+    /// As on the device; what is broken of it is a fault.
+    #[track_caller]
+    pub unsafe fn matching(value: u32) -> u32 {
+        let all = warp("match.any.sync", 0, value.into(), false);
+        all.iter().enumerate().fold(0, |mask, (i, v)| mask | u32::from(*v == u64::from(value)) << i)
+    }
+
+    /// `%lanemask_lt`: the lanes before this one.
+    #[track_caller]
+    pub fn lanes_before() -> u32 {
+        (1 << (thread_index() % 32)) - 1
+    }
+
+    /// `bar.warp.sync`: the lanes meet; their writes to shared memory are visible after it.
+    ///
+    /// # Safety
+    /// As on the device; what is broken of it is a fault.
+    #[track_caller]
+    pub unsafe fn sync_warp() {
+        warp("bar.warp.sync", 0, 0, true);
+    }
+}

@@ -107,3 +107,61 @@ mod device {
         d
     }
 }
+
+#[cfg(feature = "emulation")]
+pub use host::*;
+
+#[cfg(feature = "emulation")]
+mod host {
+    use half::{bf16 as Bf16, f16 as Half};
+
+    use crate::formats::e4m3;
+    use crate::ptx::f16x2::bits;
+
+    /// `cvt.rn.satfinite.e4m3x2.f32`: two E4M3 bytes, `low` in the lower.
+    pub fn e4m3x2(low: f32, high: f32) -> u16 {
+        u16::from_le_bytes([e4m3::encode(low), e4m3::encode(high)])
+    }
+
+    /// `cvt.rn.f16x2.f32`
+    pub fn f16x2(low: f32, high: f32) -> u32 {
+        u32::from(bits(low.into())) | u32::from(bits(high.into())) << 16
+    }
+
+    /// `cvt.rn.bf16x2.f32`; a NaN becomes 0x7fff.
+    pub fn bf16x2(low: f32, high: f32) -> u32 {
+        let bits = |x: f32| if x.is_nan() { 0x7fff } else { Bf16::from_f32(x).to_bits() };
+        u32::from(bits(low)) | u32::from(bits(high)) << 16
+    }
+
+    /// `cvt.rn.satfinite.e4m3x2.f16x2`: two E4M3 bytes of two f16.
+    pub fn e4m3x2_of_f16x2(pair: u32) -> u16 {
+        let (low, high) = f32_of_f16x2(pair);
+        e4m3x2(low, high)
+    }
+
+    /// `cvt.f32.f16` of both halves, the lower first; exact.
+    pub fn f32_of_f16x2(pair: u32) -> (f32, f32) {
+        (Half::from_bits(pair as u16).to_f32(), Half::from_bits((pair >> 16) as u16).to_f32())
+    }
+
+    /// `fma.rn.f32`: `a * b + c`, rounded once.
+    pub fn fma(a: f32, b: f32, c: f32) -> f32 {
+        a.mul_add(b, c)
+    }
+
+    /// `ex2.approx.ftz.f32`, rounded correctly but for double rounding; the hardware is within 2^-22 of it.
+    pub fn exp2(x: f32) -> f32 {
+        flush(f64::from(flush(x)).exp2() as f32)
+    }
+
+    /// `lg2.approx.f32`, rounded correctly but for double rounding; the hardware is within 2^-22 of it.
+    pub fn log2(x: f32) -> f32 {
+        f64::from(x).log2() as f32
+    }
+
+    /// `.ftz`: subnormals are 0 of their sign.
+    fn flush(x: f32) -> f32 {
+        if x.is_subnormal() { 0.0f32.copysign(x) } else { x }
+    }
+}

@@ -37,3 +37,41 @@ mod device {
         "min.NaN.f16x2"
     );
 }
+
+#[cfg(feature = "emulation")]
+pub use host::*;
+
+#[cfg(feature = "emulation")]
+mod host {
+    use half::{bf16 as Bf16, f16 as Half};
+
+    /// Both halves through `f`; a NaN on either side becomes the one that the GPU makes.
+    fn each(a: u32, b: u32, value: impl Fn(u16) -> f32, larger: bool) -> u32 {
+        let half = |a: u16, b: u16| {
+            let (x, y) = (value(a), value(b));
+            // Equal values differ at most in the sign of zero: the larger is the one without.
+            let first = if x == y { x.is_sign_positive() } else { x > y };
+            match (x.is_nan() || y.is_nan(), first == larger) {
+                (true, _) => 0x7fff,
+                (false, true) => a,
+                (false, false) => b,
+            }
+        };
+        u32::from(half(a as u16, b as u16)) | u32::from(half((a >> 16) as u16, (b >> 16) as u16)) << 16
+    }
+
+    /// `max.NaN.bf16x2`
+    pub fn max_nan_bf16x2(a: u32, b: u32) -> u32 {
+        each(a, b, |x| Bf16::from_bits(x).to_f32(), true)
+    }
+
+    /// `min.NaN.bf16x2`
+    pub fn min_nan_bf16x2(a: u32, b: u32) -> u32 {
+        each(a, b, |x| Bf16::from_bits(x).to_f32(), false)
+    }
+
+    /// `min.NaN.f16x2`
+    pub fn min_nan_f16x2(a: u32, b: u32) -> u32 {
+        each(a, b, |x| Half::from_bits(x).to_f32(), false)
+    }
+}

@@ -110,3 +110,68 @@ mod device {
 
 #[cfg(target_arch = "nvptx64")]
 pub use device::*;
+
+#[cfg(feature = "emulation")]
+mod host {
+    use super::Barrier;
+    use crate::emulation::instructions;
+
+    impl Barrier {
+        /// `mbarrier.init` for phases of `arrivals` arrivals.
+        ///
+        /// # Safety
+        /// As on the device; what is broken of it is a fault.
+        #[track_caller]
+        pub unsafe fn init(self, arrivals: u32) {
+            instructions::mbarrier_init(self.0.0, arrivals);
+        }
+
+        /// `mbarrier.arrive`.
+        ///
+        /// # Safety
+        /// As on the device; what is broken of it is a fault.
+        #[track_caller]
+        pub unsafe fn arrive(self) {
+            instructions::mbarrier_arrive(self.0.0, 0);
+        }
+
+        /// `mbarrier.arrive.expect_tx`.
+        ///
+        /// # Safety
+        /// As on the device; what is broken of it is a fault.
+        #[track_caller]
+        pub unsafe fn arrive_expect(self, bytes: u32) {
+            instructions::mbarrier_arrive(self.0.0, bytes);
+        }
+
+        /// Waits for the phase of this parity to complete.
+        ///
+        /// # Safety
+        /// As on the device; what is broken of it is a fault.
+        #[track_caller]
+        pub unsafe fn wait(self, parity: u32) {
+            instructions::mbarrier_wait(self.0.0, parity);
+        }
+    }
+
+    /// `fence.mbarrier_init`.
+    ///
+    /// # Safety
+    /// None beyond running in a launch.
+    #[track_caller]
+    pub unsafe fn fence_init() {
+        instructions::fence_mbarrier_init();
+    }
+
+    /// `fence.proxy.async`.
+    ///
+    /// # Safety
+    /// None beyond running in a launch.
+    #[track_caller]
+    pub unsafe fn fence_proxy_async() {
+        instructions::fence_proxy_async();
+    }
+}
+
+#[cfg(feature = "emulation")]
+pub use host::*;

@@ -78,3 +78,73 @@ mod device {
         }
     }
 }
+
+#[cfg(feature = "emulation")]
+pub use host::*;
+
+#[cfg(feature = "emulation")]
+mod host {
+    use core::sync::atomic::{AtomicU32, Ordering};
+
+    use crate::emulation::instructions;
+    use crate::ptx::SharedAddr;
+
+    /// `ld.shared.v4.b32`.
+    ///
+    /// # Safety
+    /// As on the device; what is broken of it is a fault.
+    #[track_caller]
+    pub unsafe fn load_shared_v4(from: SharedAddr) -> [u32; 4] {
+        words(instructions::load_shared::<16>(from.0))
+    }
+
+    /// `st.shared.v4.b32`.
+    ///
+    /// # Safety
+    /// As on the device; what is broken of it is a fault.
+    #[track_caller]
+    pub unsafe fn store_shared_v4(to: SharedAddr, v: [u32; 4]) {
+        instructions::store_shared(to.0, bytes(v));
+    }
+
+    /// `ld.global.nc.v4.b32`.
+    ///
+    /// # Safety
+    /// As on the device; an access outside the launch's buffers is a fault.
+    #[track_caller]
+    pub unsafe fn load_global_v4(from: *const u8) -> [u32; 4] {
+        instructions::check_global(from as usize, 16, false);
+        // SAFETY: inside a buffer and aligned, as just checked.
+        unsafe { from.cast::<[u32; 4]>().read() }
+    }
+
+    /// `st.global.v4.b32`.
+    ///
+    /// # Safety
+    /// As on the device; an access outside the launch's buffers is a fault.
+    #[track_caller]
+    pub unsafe fn store_global_v4(to: *mut u8, v: [u32; 4]) {
+        instructions::check_global(to as usize, 16, true);
+        // SAFETY: inside a buffer and aligned, as just checked.
+        unsafe { to.cast::<[u32; 4]>().write(v) }
+    }
+
+    /// `red.global.max.u32`.
+    ///
+    /// # Safety
+    /// As on the device; an access outside the launch's buffers is a fault.
+    #[track_caller]
+    pub unsafe fn max_global_u32(at: *mut u32, value: u32) {
+        instructions::check_global(at as usize, 4, true);
+        // SAFETY: inside a buffer and aligned, as just checked.
+        unsafe { AtomicU32::from_ptr(at) }.fetch_max(value, Ordering::Relaxed);
+    }
+
+    fn words(bytes: [u8; 16]) -> [u32; 4] {
+        core::array::from_fn(|i| u32::from_le_bytes(core::array::from_fn(|j| bytes[4 * i + j])))
+    }
+
+    fn bytes(words: [u32; 4]) -> [u8; 16] {
+        core::array::from_fn(|i| words[i / 4].to_le_bytes()[i % 4])
+    }
+}

@@ -1,7 +1,9 @@
 //! Thin wrappers over the PTX that Rust has no intrinsic for, one file a family.
 //!
 //! Every wrapper is one instruction (or one idiom of a few) behind a Rust signature. Pure values
-//! ([`SharedAddr`], [`wgmma::Descriptor`]) exist everywhere; instructions exist where they have a body.
+//! ([`SharedAddr`], [`wgmma::Descriptor`]) exist everywhere; instructions exist where they have a body: inline PTX on
+//! the device, and under the feature `emulation` one for the host that acts on the thread that
+//! `emulation` runs.
 //! Section numbers are of the PTX ISA, version 8.8.
 
 pub mod bulk_copy;
@@ -19,6 +21,50 @@ pub mod mma;
 pub mod quotient;
 pub mod shared;
 pub mod stream;
+
+/// Declares a `.shared` symbol of a kernel, and the function that gives its address.
+///
+/// `fn name, "symbol", ALIGNMENT, BYTES`: literals, since they become PTX text. Without `BYTES` it is the dynamic shared
+/// memory of the launch.
+#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
+#[allow(unused_macros, reason = "the kernels of one architecture may have none")]
+macro_rules! shared_symbol {
+    ($(#[$doc:meta])* fn $name:ident, $symbol:literal, $alignment:literal) => {
+        #[cfg(target_arch = "nvptx64")]
+        core::arch::global_asm!(concat!(".extern .shared .align ", $alignment, " .b8 ", $symbol, "[];"));
+        crate::ptx::shared_symbol!(@address $(#[$doc])* $name, $symbol,
+            crate::emulation::instructions::dynamic_shared());
+    };
+    ($(#[$doc:meta])* fn $name:ident, $symbol:literal, $alignment:literal, $bytes:literal) => {
+        #[cfg(target_arch = "nvptx64")]
+        core::arch::global_asm!(concat!(".shared .align ", $alignment, " .b8 ", $symbol, "[", $bytes, "];"));
+        crate::ptx::shared_symbol!(@address $(#[$doc])* $name, $symbol,
+            crate::emulation::instructions::static_shared($symbol, $bytes, $alignment));
+    };
+    (@address $(#[$doc:meta])* $name:ident, $symbol:literal, $emulated:expr) => {
+        $(#[$doc])*
+        #[cfg(target_arch = "nvptx64")]
+        #[inline(always)]
+        fn $name() -> crate::ptx::SharedAddr {
+            let at: u32;
+            // SAFETY: reads the address of the symbol declared above.
+            unsafe {
+                core::arch::asm!(concat!("mov.u32 {}, ", $symbol, ";"), out(reg32) at, options(pure, nomem, nostack))
+            }
+            crate::ptx::SharedAddr(at)
+        }
+
+        $(#[$doc])*
+        #[cfg(not(target_arch = "nvptx64"))]
+        #[track_caller]
+        fn $name() -> crate::ptx::SharedAddr {
+            crate::ptx::SharedAddr($emulated)
+        }
+    };
+}
+#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
+#[allow(unused_imports, reason = "as above")]
+pub(crate) use shared_symbol;
 
 /// An address in the `.shared` window of the running block.
 ///

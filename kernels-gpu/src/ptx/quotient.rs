@@ -31,3 +31,15 @@ mod device {
         corrected
     }
 }
+
+#[cfg(feature = "emulation")]
+pub use host::*;
+
+#[cfg(feature = "emulation")]
+mod host {
+    /// `q + (x - q d) r`, both steps fused, for an estimate `q` of `x / d` and `r` of `1 / d`.
+    pub fn correct_quotient(q: f32, x: f32, d: f32, r: f32) -> f32 {
+        let excess = q.mul_add(d, -x);
+        (-excess).mul_add(r, q)
+    }
+}

@@ -71,3 +71,58 @@ mod device {
         "red.relaxed.cta.shared.add.u32"
     );
 }
+
+#[cfg(feature = "emulation")]
+pub use host::*;
+
+#[cfg(feature = "emulation")]
+mod host {
+    use crate::emulation::instructions;
+    use crate::ptx::SharedAddr;
+
+    /// `ld.shared.b32`.
+    ///
+    /// # Safety
+    /// As on the device; what is broken of it is a fault.
+    #[track_caller]
+    pub unsafe fn load_u32(from: SharedAddr) -> u32 {
+        u32::from_le_bytes(instructions::load_shared(from.0))
+    }
+
+    /// `ld.shared.v2.b32`.
+    ///
+    /// # Safety
+    /// As on the device; what is broken of it is a fault.
+    #[track_caller]
+    pub unsafe fn load_v2(from: SharedAddr) -> [u32; 2] {
+        let both = u64::from_le_bytes(instructions::load_shared(from.0));
+        [both as u32, (both >> 32) as u32]
+    }
+
+    /// `st.shared.b32`.
+    ///
+    /// # Safety
+    /// As on the device; what is broken of it is a fault.
+    #[track_caller]
+    pub unsafe fn store_u32(to: SharedAddr, word: u32) {
+        instructions::store_shared(to.0, word.to_le_bytes());
+    }
+
+    /// `red.shared.max.u32`
+    ///
+    /// # Safety
+    /// As on the device; what is broken of it is a fault.
+    #[track_caller]
+    pub unsafe fn max_u32(at: SharedAddr, value: u32) {
+        instructions::reduce_shared(at.0, |old| old.max(value));
+    }
+
+    /// `red.shared.add.u32`
+    ///
+    /// # Safety
+    /// As on the device; what is broken of it is a fault.
+    #[track_caller]
+    pub unsafe fn add_u32(at: SharedAddr, value: u32) {
+        instructions::reduce_shared(at.0, |old| old.wrapping_add(value));
+    }
+}

@@ -71,3 +71,50 @@ mod device {
         d
     }
 }
+
+#[cfg(feature = "emulation")]
+pub use host::*;
+
+#[cfg(feature = "emulation")]
+mod host {
+    use crate::emulation::instructions::{thread_index, warp};
+
+    /// `shfl.sync.bfly.b32`: the value of the lane whose number differs by `MASK`.
+    ///
+    /// # Safety
+    /// As on the device; what is broken of it is a fault.
+    #[track_caller]
+    pub unsafe fn shuffle_xor<const MASK: u32>(value: u32) -> u32 {
+        const { assert!(MASK < 32) }
+        warp("shfl.sync.bfly", MASK, value.into(), false)[((thread_index() ^ MASK) % 32) as usize] as u32
+    }
+
+    /// `vote.sync.any.pred`: whether any lane says yes.
+    ///
+    /// # Safety
+    /// As on the device; what is broken of it is a fault.
+    #[track_caller]
+    pub unsafe fn any(yes: bool) -> bool {
+        warp("vote.sync.any", 0, yes.into(), false).contains(&1)
+    }
+
+    /// `redux.sync.max.u32`: the largest value of the warp.
+    ///
+    /// # Safety
+    /// As on the device; what is broken of it is a fault.
+    #[track_caller]
+    pub unsafe fn warp_max_u32(value: u32) -> u32 {
+        warp("redux.sync.max.u32", 0, value.into(), false).into_iter().fold(0, |a, b| a.max(b as u32))
+    }
+
+    /// `prmt.b32`: nibble i of `select` says which byte of `[a, b]` (0-3, 4-7) becomes byte i; with its bit 3 the
+    /// byte's sign does, eight times.
+    pub fn permute(a: u32, b: u32, select: u32) -> u32 {
+        let bytes = (u64::from(b) << 32 | u64::from(a)).to_le_bytes();
+        u32::from_le_bytes(core::array::from_fn(|i| {
+            let nibble = select >> (4 * i);
+            let byte = bytes[nibble as usize & 7];
+            if nibble & 8 == 0 { byte } else { (byte as i8 >> 7) as u8 }
+        }))
+    }
+}

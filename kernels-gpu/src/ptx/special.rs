@@ -93,3 +93,82 @@ mod device {
         unsafe { asm!("setmaxnreg.inc.sync.aligned.u32 {};", const REGISTERS, options(nostack)) }
     }
 }
+
+#[cfg(feature = "emulation")]
+pub use host::*;
+
+#[cfg(feature = "emulation")]
+mod host {
+    use crate::emulation::instructions;
+
+    /// `%tid.x`.
+    #[track_caller]
+    pub fn thread_idx_x() -> u32 {
+        instructions::thread_index()
+    }
+
+    /// `%ctaid.x`.
+    #[track_caller]
+    pub fn block_idx_x() -> u32 {
+        instructions::block_index()[0]
+    }
+
+    /// `%ctaid.y`.
+    #[track_caller]
+    pub fn block_idx_y() -> u32 {
+        instructions::block_index()[1]
+    }
+
+    /// `%ctaid.z`.
+    #[track_caller]
+    pub fn block_idx_z() -> u32 {
+        instructions::block_index()[2]
+    }
+
+    /// `bar.sync 0`: all threads of the block meet.
+    ///
+    /// # Safety
+    /// As on the device; what is broken of it is a fault.
+    #[track_caller]
+    pub unsafe fn sync_threads() {
+        instructions::barrier_sync(0, None);
+    }
+
+    /// `bar.sync ID, THREADS`.
+    ///
+    /// # Safety
+    /// As on the device; what is broken of it is a fault.
+    #[track_caller]
+    pub unsafe fn sync_named<const ID: u32, const THREADS: u32>() {
+        const { assert!(ID > 0 && ID < 16) }
+        instructions::barrier_sync(ID, Some(THREADS));
+    }
+
+    /// `bar.arrive ID, THREADS`.
+    ///
+    /// # Safety
+    /// As on the device; what is broken of it is a fault.
+    #[track_caller]
+    pub unsafe fn arrive_named<const ID: u32, const THREADS: u32>() {
+        const { assert!(ID > 0 && ID < 16) }
+        instructions::barrier_arrive(ID, THREADS);
+    }
+
+    /// `setmaxnreg.dec`: back to the multiprocessor's other warpgroups.
+    ///
+    /// # Safety
+    /// As on the device; what is broken of it is a fault.
+    #[track_caller]
+    pub unsafe fn release_registers<const REGISTERS: u32>() {
+        instructions::set_registers(REGISTERS, false);
+    }
+
+    /// `setmaxnreg.inc`: waits until the registers are there.
+    ///
+    /// # Safety
+    /// As on the device; what is broken of it is a fault.
+    #[track_caller]
+    pub unsafe fn claim_registers<const REGISTERS: u32>() {
+        instructions::set_registers(REGISTERS, true);
+    }
+}

@@ -69,3 +69,50 @@ mod device {
         }
     }
 }
+
+#[cfg(feature = "emulation")]
+pub use host::*;
+
+#[cfg(feature = "emulation")]
+mod host {
+    use crate::emulation::instructions;
+
+    /// `@wanted ld.global.nc.L1::no_allocate.v4.b32`, zeros where it is not wanted.
+    ///
+    /// # Safety
+    /// As on the device; an access outside the launch's buffers is a fault.
+    #[track_caller]
+    pub unsafe fn load_v4_if(wanted: bool, from: *const u8) -> [u32; 4] {
+        if !wanted {
+            return [0; 4];
+        }
+        instructions::check_global(from as usize, 16, false);
+        // SAFETY: inside a buffer and aligned, as just checked.
+        unsafe { from.cast::<[u32; 4]>().read() }
+    }
+
+    /// `@wanted ld.global.nc.b32`, 0 where it is not wanted.
+    ///
+    /// # Safety
+    /// As on the device; an access outside the launch's buffers is a fault.
+    #[track_caller]
+    pub unsafe fn load_u32_if(wanted: bool, from: *const u32) -> u32 {
+        if !wanted {
+            return 0;
+        }
+        instructions::check_global(from as usize, 4, false);
+        // SAFETY: inside a buffer and aligned, as just checked.
+        unsafe { from.read() }
+    }
+
+    /// `st.global.v2.b32`.
+    ///
+    /// # Safety
+    /// As on the device; an access outside the launch's buffers is a fault.
+    #[track_caller]
+    pub unsafe fn store_v2(to: *mut u8, v: [u32; 2]) {
+        instructions::check_global(to as usize, 8, true);
+        // SAFETY: inside a buffer and aligned, as just checked.
+        unsafe { to.cast::<[u32; 2]>().write(v) }
+    }
+}

@@ -250,3 +250,119 @@ mod device {
         ], [64 0 65 1 66 2 67 3]
     );
 }
+
+#[cfg(feature = "emulation")]
+pub use host::*;
+
+#[cfg(feature = "emulation")]
+mod host {
+    use super::Descriptor;
+    use crate::emulation::{Accumulator, Element, Kind, OperandA, instructions};
+
+    /// A value of one 32-bit register.
+    pub trait Register: Copy {
+        #[doc(hidden)]
+        fn bits(registers: &mut [Self]) -> &mut [u32];
+    }
+
+    macro_rules! register {
+        ($($type:ty)*) => {$(
+            impl Register for $type {
+                fn bits(registers: &mut [Self]) -> &mut [u32] {
+                    bytemuck::cast_slice_mut(registers)
+                }
+            }
+        )*};
+    }
+    register!(u32 i32 f32);
+
+    /// Marks values that a product will use, or that one has left: the emulation hands results over here, and
+    /// compares what enters a product with what was here before the fence.
+    #[track_caller]
+    pub fn pin<T: Register, const N: usize>(registers: &mut [T; N]) {
+        instructions::pin(T::bits(registers));
+    }
+
+    /// The value.
+    pub fn pinned<T: Register>(value: T) -> T {
+        value
+    }
+
+    /// `wgmma.fence`.
+    ///
+    /// # Safety
+    /// As on the device; what is broken of it is a fault.
+    #[track_caller]
+    pub unsafe fn fence() {
+        instructions::wgmma_fence();
+    }
+
+    /// `wgmma.commit_group`.
+    ///
+    /// # Safety
+    /// As on the device; what is broken of it is a fault.
+    #[track_caller]
+    pub unsafe fn commit() {
+        instructions::wgmma_commit();
+    }
+
+    /// `wgmma.wait_group`.
+    ///
+    /// # Safety
+    /// As on the device; what is broken of it is a fault.
+    #[track_caller]
+    pub unsafe fn wait<const PENDING: u32>() {
+        instructions::wgmma_wait(PENDING);
+    }
+
+    macro_rules! product {
+        ($(#[$doc:meta])* $name:ident, $text:literal, $columns:literal, $element:ident, $accumulator:ident,
+            ($($d:ident: $type:ty),*), $a:ident: $a_type:ty, $operand:expr) => {
+            $(#[$doc])*
+            ///
+            /// # Safety
+            /// As on the device; what is broken of it is a fault.
+            #[track_caller]
+            pub unsafe fn $name($($d: &mut $type,)* $a: $a_type, b: Descriptor, accumulate: bool) {
+                const KIND: Kind = Kind {
+                    name: $text,
+                    columns: $columns,
+                    element: Element::$element,
+                    accumulator: Accumulator::$accumulator,
+                };
+                instructions::wgmma(KIND, &mut [$(Register::bits($d)),*], $operand, b.0, accumulate);
+            }
+        };
+    }
+
+    product!(
+        /// 64 x 128 f16 scores of a k step of 16 f16, accumulated in f16.
+        m64n128k16_f16_f16, "m64n128k16.f16.f16.f16", 128, F16, F16,
+        (d: [u32; 32]), a: Descriptor, OperandA::Shared(a.0)
+    );
+    product!(
+        /// 64 x 128 f16 scores of a k step of 32 E4M3, accumulated in f16.
+        m64n128k32_f16_e4m3, "m64n128k32.f16.e4m3.e4m3", 128, E4m3, F16,
+        (d: [u32; 32]), a: Descriptor, OperandA::Shared(a.0)
+    );
+    product!(
+        /// 64 x 128 s32 scores of a k step of 32 INT8, exact.
+        m64n128k32_s32_s8, "m64n128k32.s32.s8.s8", 128, S8, S32,
+        (d: [i32; 64]), a: Descriptor, OperandA::Shared(a.0)
+    );
+    product!(
+        /// 64 x 128 f32 values of a k step of 32 E4M3, without the hardware's loss of bits.
+        m64n128k32_f32_e4m3, "m64n128k32.f32.e4m3.e4m3", 128, E4m3, F32,
+        (d: [f32; 64]), a: [u32; 4], OperandA::Registers(a)
+    );
+    product!(
+        /// 64 x 128 f32 values of a k step of 16 f16, B K-major.
+        m64n128k16_f32_f16, "m64n128k16.f32.f16.f16", 128, F16, F32,
+        (d: [f32; 64]), a: [u32; 4], OperandA::Registers(a)
+    );
+    product!(
+        /// 64 x 136 f32 values of a k step of 32 E4M3; columns 128 to 135 in `ones`.
+        m64n136k32_f32_e4m3, "m64n136k32.f32.e4m3.e4m3", 136, E4m3, F32,
+        (d: [f32; 64], ones: [f32; 4]), a: [u32; 4], OperandA::Registers(a)
+    );
+}

@@ -1,0 +1,458 @@
+//! One attention call three ways: the kernel under emulation, the CPU backend, and f64 on the same operands.
+
+use half::{bf16, f16};
+use kernels_gpu::emulation::{Fault, Launch, Memory, Schedule};
+use kernels_gpu::formats::e4m3;
+use kernels_gpu::kernels::attention_sm90 as entries;
+use kernels_gpu::kernels::tiles::{self, HEAD_DIM, KEYS, MEAN_BLOCKS, ROWS};
+use kernels_gpu::kernels::{Entry, SM90};
+use kernels_gpu::numerics::{mean, units};
+use rand::SeedableRng;
+use rand::rngs::ChaCha8Rng;
+use rand_distr::{Distribution, StandardNormal};
+use std::num::NonZeroU32;
+use vc_attention::backend::Backend;
+use vc_attention::backend::cpu::{Cpu, Dequantized};
+use vc_attention::fidelity::reference::{Operands, attention_head};
+use vc_attention::grouping::GroupingConfig;
+use vc_attention::recipe::{Probabilities, QkFormat, Recipe, RowSums, vc};
+use vc_attention::{Layout, NonFinite, Options, OutputType, Plan, Problem, TensorView, run};
+
+/// A call: which entry, which sizes, which options.
+#[derive(Clone, Debug)]
+pub struct Case {
+    /// E4M3 queries and keys instead of FP16.
+    pub e4m3: bool,
+    /// Exact exponentials instead of ExpCast.
+    pub exact: bool,
+    /// With block means.
+    pub smooth: bool,
+    pub batch: usize,
+    pub q_heads: usize,
+    pub kv_heads: usize,
+    pub q_tokens: usize,
+    pub kv_tokens: usize,
+    pub kv_lens: Option<Vec<usize>>,
+    pub out: Out,
+    pub promote: u32,
+    pub schedule: Schedule,
+    /// (batch, kv head)s that are marked as not finite.
+    pub poisoned: Vec<usize>,
+    /// A row of the first head whose tile holds a NaN.
+    pub nan_row: Option<usize>,
+    /// Multiplies the queries: how far scores spread.
+    pub sharpness: f32,
+}
+
+/// Output type.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Out {
+    F32,
+    F16,
+    Bf16,
+}
+
+impl Case {
+    /// One head of FP16 ExpCast with means.
+    pub fn new(q_tokens: usize, kv_tokens: usize) -> Self {
+        Self {
+            e4m3: false,
+            exact: false,
+            smooth: true,
+            batch: 1,
+            q_heads: 1,
+            kv_heads: 1,
+            q_tokens,
+            kv_tokens,
+            kv_lens: None,
+            out: Out::F32,
+            promote: 4,
+            schedule: Schedule::Oldest,
+            poisoned: Vec::new(),
+            nan_row: None,
+            sharpness: 2.0,
+        }
+    }
+
+    /// The same call through each of the eight entries.
+    pub fn entries(&self) -> Vec<Self> {
+        let flags = [false, true];
+        let each = flags.iter().flat_map(|&e4m3| flags.iter().map(move |&exact| (e4m3, exact)));
+        let each = each.flat_map(|(e4m3, exact)| flags.iter().map(move |&smooth| (e4m3, exact, smooth)));
+        each.map(|(e4m3, exact, smooth)| Self { e4m3, exact, smooth, ..self.clone() }).collect()
+    }
+
+    pub fn name(&self) -> String {
+        format!(
+            "attention_sm90_{}_{}_{}",
+            if self.e4m3 { "e4m3" } else { "f16" },
+            if self.exact { "exp2" } else { "expcast" },
+            if self.smooth { "smooth" } else { "plain" }
+        )
+    }
+
+    /// What the CPU backend runs: the recipe of the same numerics, tokens in their own order.
+    fn recipe(&self) -> Recipe {
+        let p = if self.exact { vc::vc16() } else { vc::vc16_expcast() };
+        let qk = if self.e4m3 { QkFormat::E4m3PerHead } else { QkFormat::F16 };
+        let row_sums = if self.exact { RowSums::Exact } else { RowSums::Decoded };
+        assert!(matches!(p.p, Probabilities::E4m3 { peak: 256.0 } | Probabilities::ExpCast { .. }));
+        Recipe {
+            qk,
+            rotate_qk: self.e4m3,
+            demean: self.smooth,
+            row_sums,
+            grouping: GroupingConfig::sequence(),
+            ..p
+        }
+    }
+}
+
+/// What came out, heads in order, [batch, q_heads, q_tokens(, 128)].
+pub struct Outcome {
+    pub o: Vec<f32>,
+    pub lse: Vec<f32>,
+    /// Largest |row max| of every query head, in code units.
+    pub row_max: Vec<f32>,
+    /// The CPU backend's.
+    pub cpu_o: Vec<f32>,
+    pub cpu_lse: Vec<f32>,
+    pub cpu_row_max: f32,
+    /// f64 on the dequantized operands (LSE with what centring K took).
+    pub exact_o: Vec<f64>,
+    pub exact_lse: Vec<f64>,
+}
+
+fn normal(rng: &mut ChaCha8Rng, n: usize) -> Vec<f32> {
+    (0..n).map(|_| StandardNormal.sample(rng)).collect()
+}
+
+/// q, k and v whose keys and values have token means worth removing and whose row maxima move from tile to tile.
+fn inputs(case: &Case) -> [Vec<f32>; 3] {
+    let mut rng = ChaCha8Rng::seed_from_u64(case.kv_tokens as u64 * 1000 + case.q_tokens as u64);
+    let rows = |heads: usize, tokens: usize| case.batch * heads * tokens * HEAD_DIM;
+    let mut q = normal(&mut rng, rows(case.q_heads, case.q_tokens));
+    q.iter_mut().for_each(|x| *x *= case.sharpness);
+    let mut k = normal(&mut rng, rows(case.kv_heads, case.kv_tokens));
+    let mut v = normal(&mut rng, rows(case.kv_heads, case.kv_tokens));
+    let offset = normal(&mut rng, HEAD_DIM);
+    for (token, (k, v)) in k.chunks_exact_mut(HEAD_DIM).zip(v.chunks_exact_mut(HEAD_DIM)).enumerate() {
+        let growth = 0.5 + (token % case.kv_tokens) as f32 / case.kv_tokens as f32;
+        for (c, offset) in offset.iter().enumerate() {
+            k[c] = k[c] * growth + offset;
+            v[c] += offset * (1.0 + (token / 128 % 3) as f32);
+        }
+    }
+    [q, k, v]
+}
+
+/// Operand tiles as the kernel takes them, and the scales beside.
+struct Tiles {
+    q: Vec<u8>,
+    k: Vec<u8>,
+    v: Vec<u8>,
+    means: Vec<u8>,
+    v_scale: Vec<f32>,
+}
+
+/// Writes `code` in the format of Q and K at byte `at`.
+fn put(e4m3: bool, tile: &mut [u8], at: usize, code: f64) {
+    if e4m3 {
+        tile[at] = e4m3::encode(code as f32);
+        assert_eq!(f64::from(e4m3::decode(tile[at])), code, "a code of the format");
+    } else {
+        let x = f16::from_f64(code);
+        tile[at..at + 2].copy_from_slice(&x.to_le_bytes());
+        assert_eq!(x.to_f64(), code, "a code of the format");
+    }
+}
+
+/// E4M3 codes, scales and 16-bit means of the values of one head, as the CPU backend makes them.
+fn quantize_v(smooth: bool, v: &[f32], tokens: usize) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
+    let mut amax = [0.0f32; HEAD_DIM];
+    let mut amax_mean = [0.0f32; HEAD_DIM];
+    let blocks: Vec<&[f32]> = v[..tokens * HEAD_DIM].chunks(KEYS * HEAD_DIM).collect();
+    let mut means = vec![0.0f32; blocks.len() * HEAD_DIM];
+    for (block, m) in blocks.iter().zip(means.chunks_exact_mut(HEAD_DIM)) {
+        if smooth {
+            mean::block_mean(block, HEAD_DIM, block.len() / HEAD_DIM, m);
+        }
+        for (i, x) in block.iter().enumerate() {
+            let c = i % HEAD_DIM;
+            amax[c] = amax[c].max((x - m[c]).abs());
+            amax_mean[c] = amax_mean[c].max(m[c].abs());
+        }
+    }
+    let scale: Vec<f32> = (0..HEAD_DIM)
+        .map(|c| (amax[c] / e4m3::MAX).max(amax_mean[c] / 60000.0))
+        .map(|s| if s > 0.0 { s } else { 1.0 })
+        .collect();
+    means.iter_mut().enumerate().for_each(|(i, m)| *m = f16::from_f32(*m / scale[i % HEAD_DIM]).to_f32());
+    let residual = |(i, x): (usize, &f32)| {
+        let c = i % HEAD_DIM;
+        e4m3::round((x - means[i / HEAD_DIM / KEYS * HEAD_DIM + c] * scale[c]) / scale[c])
+    };
+    (v[..tokens * HEAD_DIM].iter().enumerate().map(residual).collect(), scale, means)
+}
+
+impl Tiles {
+    /// Packs the operands of every head. Tiles behind the valid keys hold NaN: nobody may read them.
+    fn pack(case: &Case, heads: &[Dequantized], v: &[f32]) -> Self {
+        let width = if case.e4m3 { 1 } else { 2 };
+        let (q_tile, k_tile) = (ROWS * HEAD_DIM * width, KEYS * HEAD_DIM * width);
+        let q_offset = if case.e4m3 { tiles::q_tile_offset_e4m3 } else { tiles::q_tile_offset_f16 };
+        let k_offset = if case.e4m3 { tiles::k_tile_offset_e4m3 } else { tiles::k_tile_offset_f16 };
+        let (q_tiles, kv_tiles) = (case.q_tokens.div_ceil(2 * ROWS) * 2, case.kv_tokens.div_ceil(KEYS));
+        let kv_heads = case.batch * case.kv_heads;
+        let mean_tiles = kv_tiles.div_ceil(MEAN_BLOCKS);
+        let mut t = Self {
+            // Padding rows of Q may hold anything.
+            q: vec![0x7f; case.batch * case.q_heads * q_tiles * q_tile],
+            k: vec![0x7f; kv_heads * kv_tiles * k_tile],
+            v: vec![0x7f; kv_heads * kv_tiles * tiles::V_BYTES],
+            means: vec![0x7f; kv_heads * mean_tiles * tiles::MEAN_BYTES],
+            v_scale: Vec::new(),
+        };
+        let nats = f64::from(units::NATS);
+        for (tiles, head) in t.q.chunks_exact_mut(q_tiles * q_tile).zip(heads) {
+            for (i, q) in head.q.iter().enumerate() {
+                let (row, c) = (i / HEAD_DIM, i % HEAD_DIM);
+                // Dividing what was multiplied may be off by an ulp of f64; codes have 11 bits.
+                let code = f64::from((q / nats) as f32);
+                put(case.e4m3, &mut tiles[row / ROWS * q_tile..][..q_tile], q_offset(row % ROWS, c), code);
+            }
+        }
+        if let Some(row) = case.nan_row {
+            // 0x7f7f and 0x7f are NaN in the two formats.
+            let at = row / ROWS * q_tile + q_offset(row % ROWS, 77);
+            t.q[at..at + width].fill(0x7f);
+        }
+        let group = case.q_heads / case.kv_heads;
+        for index in 0..kv_heads {
+            let head = &heads[index * group];
+            let keys = head.k.len() / HEAD_DIM;
+            let used = keys.div_ceil(KEYS);
+            let k = &mut t.k[index * kv_tiles * k_tile..][..used * k_tile];
+            k.fill(0);
+            for (i, code) in head.k.iter().enumerate() {
+                let (key, c) = (i / HEAD_DIM, i % HEAD_DIM);
+                put(case.e4m3, &mut k[key / KEYS * k_tile..][..k_tile], k_offset(key % KEYS, c), *code);
+            }
+            let (codes, scale, means) =
+                quantize_v(case.smooth, &v[index * case.kv_tokens * HEAD_DIM..], keys);
+            let tiles = &mut t.v[index * kv_tiles * tiles::V_BYTES..][..used * tiles::V_BYTES];
+            tiles.fill(0);
+            for (i, code) in codes.iter().enumerate() {
+                let (token, c) = (i / HEAD_DIM, i % HEAD_DIM);
+                let mean = means[token / KEYS * HEAD_DIM + c];
+                assert_eq!(
+                    f64::from((code + mean) * scale[c]),
+                    head.v[i],
+                    "values as the CPU backend has them"
+                );
+                let tile = &mut tiles[token / KEYS * tiles::V_BYTES..][..tiles::V_BYTES];
+                tile[tiles::v_tile_offset(token % KEYS, c)] = e4m3::encode(*code);
+            }
+            let into =
+                &mut t.means[index * mean_tiles * tiles::MEAN_BYTES..][..mean_tiles * tiles::MEAN_BYTES];
+            into[..used.div_ceil(MEAN_BLOCKS) * tiles::MEAN_BYTES].fill(0);
+            for (i, mean) in means.iter().enumerate() {
+                let (block, c) = (i / HEAD_DIM, i % HEAD_DIM);
+                let at = block / MEAN_BLOCKS * tiles::MEAN_BYTES + tiles::mean_offset(block % MEAN_BLOCKS, c);
+                into[at..at + 2].copy_from_slice(&f16::from_f32(*mean).to_le_bytes());
+            }
+            t.v_scale.extend(scale);
+        }
+        t
+    }
+}
+
+/// Runs a case every way.
+pub fn attend(case: &Case) -> Result<Outcome, Fault> {
+    let [q, k, v] = inputs(case);
+    let view = |name, x, heads, tokens| {
+        TensorView::new(name, x, [case.batch, heads, tokens, HEAD_DIM], Layout::Bhsd).expect("a whole tensor")
+    };
+    let mut problem = Problem::new(
+        view("q", q.as_slice(), case.q_heads, case.q_tokens),
+        view("k", k.as_slice(), case.kv_heads, case.kv_tokens),
+        view("v", v.as_slice(), case.kv_heads, case.kv_tokens),
+    );
+    problem.kv_lens = case.kv_lens.as_deref();
+    problem.nonfinite = NonFinite::Propagate;
+    let options = Options { output: OutputType::F32, lse: true };
+    let plan = Plan::new(&problem, &case.recipe(), options).expect("a valid call");
+    let cpu = run(&Cpu, &plan, &problem, None).expect("a valid call");
+
+    let order = cpu.order;
+    let qs = Cpu.prepare_q(&plan, &problem).expect("a valid call");
+    let ks = Cpu.prepare_k(&plan, &problem, &order, &qs).expect("a valid call");
+    let vs = Cpu.prepare_v(&plan, &problem, &order).expect("a valid call");
+    let heads: Vec<Dequantized> = (0..case.batch * case.q_heads)
+        .map(|i| Cpu.dequantized(&plan, [i / case.q_heads, i % case.q_heads], &qs, &ks, &vs))
+        .collect();
+
+    // What centring K took from the LSE: scale q . mean(k).
+    let mut lse_shift = Vec::new();
+    for index in 0..case.batch * case.q_heads {
+        let (batch, head) = (index / case.q_heads, index % case.q_heads);
+        let keys = problem.kv_len(batch);
+        let at = batch * case.kv_heads + head / (case.q_heads / case.kv_heads);
+        let mut m = [0.0; HEAD_DIM];
+        mean::token_mean(&k[at * case.kv_tokens * HEAD_DIM..], HEAD_DIM, keys, &mut m);
+        for q in q[index * case.q_tokens * HEAD_DIM..][..case.q_tokens * HEAD_DIM].chunks_exact(HEAD_DIM) {
+            let dot: f64 = q.iter().zip(m).map(|(&q, m)| f64::from(q) * f64::from(m)).sum();
+            lse_shift.push((f64::from(plan.scale) * dot) as f32);
+        }
+    }
+
+    let rows = case.batch * case.q_heads * case.q_tokens;
+    let mut exact_o = vec![0.0; rows * HEAD_DIM];
+    let mut exact_lse = vec![0.0; rows];
+    let outputs =
+        exact_o.chunks_exact_mut(case.q_tokens * HEAD_DIM).zip(exact_lse.chunks_exact_mut(case.q_tokens));
+    for (head, (o, lse)) in heads.iter().zip(outputs) {
+        let x = Operands { q: &head.q, k: &head.k, v: &head.v, qk_dim: HEAD_DIM, v_dim: HEAD_DIM };
+        attention_head(x, 1.0, o, lse);
+    }
+    exact_lse.iter_mut().zip(&lse_shift).for_each(|(l, s)| *l += f64::from(*s));
+
+    let tiles = Tiles::pack(case, &heads, &v);
+    let (o, lse, row_max) = emulate(case, &tiles, &lse_shift)?;
+    let mut cpu_o = Vec::new();
+    for index in 0..case.batch * case.q_heads {
+        cpu_o.extend(cpu.output.o.view().read_head(
+            index / case.q_heads,
+            index % case.q_heads,
+            case.q_tokens,
+        ));
+    }
+    let cpu_lse = cpu.output.lse.expect("asked for");
+    let cpu_row_max = cpu.output.observed.max_score;
+    Ok(Outcome { o, lse, row_max, cpu_o, cpu_lse, cpu_row_max, exact_o, exact_lse })
+}
+
+/// Launches the case's entry; the output lies token by token (bshd), heads 136 elements apart.
+fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<(Vec<f32>, Vec<f32>, Vec<f32>), Fault> {
+    const PITCH: usize = HEAD_DIM + 8;
+    let (rows, heads) = (case.batch * case.q_heads * case.q_tokens, case.batch * case.q_heads);
+    let mut gpu = Memory::new();
+    let [q, k, v] = [("q", &tiles.q), ("k", &tiles.k), ("v", &tiles.v)].map(|(n, x)| gpu.input(n, x));
+    let means = if case.smooth { gpu.input("means", &tiles.means) } else { std::ptr::null() };
+    let v_scale = gpu.input("v_scale", &tiles.v_scale);
+    let lens: Option<Vec<u32>> = case.kv_lens.as_ref().map(|l| l.iter().map(|&l| l as u32).collect());
+    let kv_lens = lens.map_or(std::ptr::null(), |l| gpu.input("kv_lens", &l));
+    let mut poison = vec![0u32; case.batch * case.kv_heads];
+    case.poisoned.iter().for_each(|&i| poison[i] = 1);
+    let poisoned = if case.poisoned.is_empty() { std::ptr::null() } else { gpu.input("poisoned", &poison) };
+    let (out32, out16) = match case.out {
+        Out::F32 => (gpu.output::<f32>("out", rows * PITCH), std::ptr::null_mut()),
+        Out::F16 | Out::Bf16 => (std::ptr::null_mut(), gpu.output::<u16>("out", rows * PITCH)),
+    };
+    let out: *mut u8 = if case.out == Out::F32 { out32.cast() } else { out16.cast() };
+    let lse = gpu.output::<f32>("lse", rows);
+    let lse_shift = gpu.input("lse_shift", lse_shift);
+    let row_max = gpu.in_out("row_max", &vec![0u32; heads]);
+
+    let name = case.name();
+    let entry: &Entry = SM90.iter().find(|e| e.name == name).expect("an entry of the module");
+    macro_rules! function {
+        ($($name:ident)*) => {
+            match name.as_str() {
+                $(stringify!($name) => entries::$name,)*
+                _ => unreachable!("every name of a case"),
+            }
+        };
+    }
+    type Kernel = unsafe fn(
+        *const u8,
+        *const u8,
+        *const u8,
+        *const u8,
+        *const f32,
+        *const u32,
+        *const u32,
+        *mut u8,
+        *mut f32,
+        *const f32,
+        *mut u32,
+        u32,
+        u32,
+        u32,
+        u32,
+        NonZeroU32,
+        i64,
+        i64,
+        i64,
+        u32,
+        u32,
+    );
+    let kernel: Kernel = function!(
+        attention_sm90_f16_expcast_smooth attention_sm90_f16_expcast_plain
+        attention_sm90_f16_exp2_smooth attention_sm90_f16_exp2_plain
+        attention_sm90_e4m3_expcast_smooth attention_sm90_e4m3_expcast_plain
+        attention_sm90_e4m3_exp2_smooth attention_sm90_e4m3_exp2_plain
+    );
+    let group = NonZeroU32::new((case.q_heads / case.kv_heads) as u32).expect("query heads share kv heads");
+    let out_type = match case.out {
+        Out::F32 => entries::OUT_F32,
+        Out::F16 => entries::OUT_F16,
+        Out::Bf16 => entries::OUT_BF16,
+    };
+    let (token, head) = (case.q_heads * PITCH, PITCH);
+    let batch = case.q_tokens * token;
+    let grid = [case.q_tokens.div_ceil(2 * ROWS), case.q_heads, case.batch].map(|n| n as u32);
+    Launch::of(entry).grid(grid).schedule(case.schedule).run(&gpu, || {
+        // SAFETY: tiles, outputs and sizes are those of the case.
+        unsafe {
+            kernel(
+                q,
+                k,
+                v,
+                means,
+                v_scale,
+                kv_lens,
+                poisoned,
+                out,
+                lse,
+                lse_shift,
+                row_max,
+                case.q_tokens as u32,
+                case.kv_tokens as u32,
+                case.q_heads as u32,
+                case.kv_heads as u32,
+                group,
+                batch as i64,
+                head as i64,
+                token as i64,
+                case.promote,
+                out_type,
+            );
+        }
+    })?;
+
+    let all: Vec<f32> = match case.out {
+        Out::F32 => gpu.read(out32),
+        Out::F16 => gpu.read(out16).into_iter().map(|x| f16::from_bits(x).to_f32()).collect(),
+        Out::Bf16 => gpu.read(out16).into_iter().map(|x| bf16::from_bits(x).to_f32()).collect(),
+    };
+    let mut o = Vec::with_capacity(rows * HEAD_DIM);
+    for (b, h) in (0..case.batch).flat_map(|b| (0..case.q_heads).map(move |h| (b, h))) {
+        for t in 0..case.q_tokens {
+            o.extend(&all[b * batch + h * head + t * token..][..HEAD_DIM]);
+        }
+    }
+    let gap = all.chunks_exact(PITCH).flat_map(|row| &row[HEAD_DIM..]);
+    assert!(gap.into_iter().all(|x| x.is_nan()), "nothing is written between the heads");
+    Ok((o, gpu.read(lse), gpu.read(row_max).into_iter().map(f32::from_bits).collect()))
+}
+
+/// |a - b| / |b|.
+pub fn rel_l2(a: &[f32], b: impl Iterator<Item = f64>) -> f64 {
+    let (mut error, mut energy) = (0.0, 0.0);
+    for (&a, b) in a.iter().zip(b) {
+        error += (f64::from(a) - b).powi(2);
+        energy += b * b;
+    }
+    if error == 0.0 { 0.0 } else { (error / energy).sqrt() }
+}
