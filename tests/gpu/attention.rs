@@ -1,11 +1,11 @@
 //! Attention on the GPU: against f64 on the same operands, against the CPU's numerics, against unquantized
 //! attention, and what happens to values that are not finite.
 
+use vc_attention::backend::cpu::Cpu;
 use vc_attention::backend::cuda::{Cuda, Grouping};
 use vc_attention::fidelity::compare;
 use vc_attention::fidelity::reference::attention;
 use vc_attention::{DType, Layout, NonFinite, Plan, Problem, run, run_on_order};
-use vc_attention::backend::cpu::Cpu;
 
 use crate::call::{Distances, OnGpu, Result, Twin, Wanted, between, distances};
 use crate::common::{Case, Data, F32_LSE, lse, o_f32, recipe};
@@ -39,7 +39,7 @@ const NEAR: f64 = 0.02;
 /// Largest distance of the LSE, in nats.
 const LSE: f64 = 0.02;
 
-fn check(d: &Distances, loose: f64, scores: f64, case: &str) {
+pub fn check(d: &Distances, loose: f64, scores: f64, case: &str) {
     let allowed = 2.0 * d.cpu + FLOOR + loose;
     assert!(
         d.gpu <= allowed && d.between <= NEAR + loose && d.lse <= LSE && d.max_score <= 0.5 + 0.01 * scores,
@@ -64,7 +64,8 @@ fn attention_of_all_lengths() {
         let case = Case::new([batch, hq, hkv], [q, kv], dims[i % dims.len()]);
         let layout = [Layout::Bhsd, Layout::Bshd][i / 2 % 2];
         let gaps = [Gaps::None, Gaps::Some][i / 4 % 2];
-        let inputs = Inputs::new(&case.outliers(100 + i as u64), [DType::Bf16, DType::F16][i % 2], layout, gaps);
+        let inputs =
+            Inputs::new(&case.outliers(100 + i as u64), [DType::Bf16, DType::F16][i % 2], layout, gaps);
         let few = if q * kv > 1 << 16 { 2 } else { KERNELS.len() };
         for text in (0..few).map(|j| KERNELS[(i + 3 * j) % KERNELS.len()]) {
             let d = distances(&gpu, &inputs.problem(), &recipe(text), Wanted { layout, ..Wanted::default() });
@@ -144,8 +145,14 @@ fn attention_of_padded_batches() {
             let per_batch = 2 * 140;
             for (batch, _) in lens.iter().enumerate().filter(|(_, len)| **len == 0) {
                 let rows = batch * per_batch..(batch + 1) * per_batch;
-                assert!(result.o[rows.start * 64..rows.end * 64].iter().all(|&x| x == 0.0), "{text}: no key, O not 0");
-                assert!(result.lse[rows].iter().all(|&x| x == f32::NEG_INFINITY), "{text}: no key, LSE not -inf");
+                assert!(
+                    result.o[rows.start * 64..rows.end * 64].iter().all(|&x| x == 0.0),
+                    "{text}: no key, O not 0"
+                );
+                assert!(
+                    result.lse[rows].iter().all(|&x| x == f32::NEG_INFINITY),
+                    "{text}: no key, LSE not -inf"
+                );
             }
         }
     }
@@ -169,7 +176,11 @@ fn check_spread(case: &str, clean: &Result, dirty: &Result, dim: usize, expected
     for (row, (a, b)) in clean.o.chunks_exact(dim).zip(dirty.o.chunks_exact(dim)).enumerate() {
         if expected(row) {
             let at = b.iter().position(|x| !x.is_nan());
-            assert!(at.is_none(), "{case}: row {row} channel {at:?} is {} instead of NaN", b[at.unwrap_or(0)]);
+            assert!(
+                at.is_none(),
+                "{case}: row {row} channel {at:?} is {} instead of NaN",
+                b[at.unwrap_or(0)]
+            );
             assert!(dirty.lse[row].is_nan(), "{case}: LSE of row {row} is {} instead of NaN", dirty.lse[row]);
         } else {
             let at = a.iter().zip(b).position(|(a, b)| a.to_bits() != b.to_bits());
@@ -242,15 +253,19 @@ fn attention_beyond_the_score_range() {
             data.q.chunks_exact_mut(128).for_each(|q| q.iter_mut().for_each(|x| *x = gain * (*x + 1.0)));
             data.k.chunks_exact_mut(128).for_each(|k| k.iter_mut().for_each(|x| *x *= gain));
             let inputs = Inputs::new(&data, DType::F16, Layout::Bhsd, Gaps::None);
-            let result = OnGpu::new(&gpu, &inputs.problem(), &recipe(text), Wanted::default()).run(Grouping::Cold);
+            let result =
+                OnGpu::new(&gpu, &inputs.problem(), &recipe(text), Wanted::default()).run(Grouping::Cold);
             let seen = result.observed.max_score;
             let case = format!("{text}, gain {gain}: largest score {seen}");
             assert!(seen.is_nan() || f64::from(seen) >= least, "{case}, at least {least} was there");
             for (row, o) in result.o.chunks_exact(128).enumerate() {
                 assert!(o.iter().any(|&x| x != 0.0), "{case}: row {row} is a silent 0");
                 let broken = o.iter().filter(|x| !x.is_finite()).count();
-                assert!(broken == 0 || broken == 128, "{case}: row {row} is broken in {broken} channels of 128");
-                assert!(broken == 0 || !(seen < 65504.0), "{case}: row {row} is not finite");
+                assert!(
+                    broken == 0 || broken == 128,
+                    "{case}: row {row} is broken in {broken} channels of 128"
+                );
+                assert!(broken == 0 || seen.is_nan() || seen >= 65504.0, "{case}: row {row} is not finite");
             }
         }
     }
@@ -322,4 +337,37 @@ fn attention_on_a_photo() {
 fn attention_on_a_video() {
     let Some(gpu) = gpu() else { return };
     check_real(&gpu, REAL[2]);
+}
+
+/// The measure itself, without a GPU: the CPU's own result passes, a key too few or a mean left out does not.
+#[test]
+fn distances_notice_one_key() {
+    use vc_attention::backend::Backend;
+    use vc_attention::backend::cuda::DeviceObserved;
+
+    let all = [300];
+    let inputs = plain(Case::new([1, 2, 2], [40, 300], 64), 69, DType::Bf16);
+    for text in KERNELS {
+        let recipe = recipe(&format!("{text}+order=sequence"));
+        let result = |problem: &Problem| {
+            let output = vc_attention::attend(problem, &recipe, F32_LSE).expect("valid");
+            let observed = DeviceObserved { max_score: output.observed.max_score, mean_share: None };
+            Result { o: o_f32(&output).to_vec(), lse: lse(&output).to_vec(), bytes: Vec::new(), observed }
+        };
+        let problem = Problem { kv_lens: Some(&all), ..inputs.problem() };
+        let plan = Plan::new(&problem, &recipe, F32_LSE).expect("valid");
+        let twin = Twin::new(&problem, &recipe, &Cpu.group(&plan, &problem, None).expect("sequence"));
+        let passes = |result: &Result| {
+            std::panic::catch_unwind(|| check(&between(result, &twin), 0.0, 100.0, text)).is_ok()
+        };
+        let right = result(&problem);
+        assert!(passes(&right), "{text}: the CPU's own result is refused");
+        let fewer = [299];
+        assert!(
+            !passes(&result(&Problem { kv_lens: Some(&fewer), ..problem })),
+            "{text}: a missing key goes unnoticed"
+        );
+        let shifted = Result { lse: right.lse.iter().map(|x| x + 0.05).collect(), ..right };
+        assert!(!passes(&shifted), "{text}: a wrong LSE goes unnoticed");
+    }
 }

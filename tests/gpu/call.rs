@@ -73,7 +73,8 @@ fn strides(view: &TensorView) -> Strides {
 
 /// The plan that a problem needs on the device.
 pub fn spec(problem: &Problem, recipe: &Recipe, wanted: Wanted) -> Spec {
-    let ([batch, q_heads, q_tokens, head_dim], [_, kv_heads, kv_tokens, _]) = (problem.q.shape(), problem.k.shape());
+    let ([batch, q_heads, q_tokens, head_dim], [_, kv_heads, kv_tokens, _]) =
+        (problem.q.shape(), problem.k.shape());
     let [ob, oh, on, _] = wanted.layout.strides([batch, q_heads, q_tokens, head_dim]);
     Spec {
         shape: Shape { batch, q_heads, kv_heads, q_tokens, kv_tokens, head_dim },
@@ -93,7 +94,8 @@ impl<'g> OnGpu<'g> {
     pub fn new(gpu: &'g Gpu, problem: &Problem, recipe: &Recipe, wanted: Wanted) -> Self {
         let spec = spec(problem, recipe, wanted);
         let shape = spec.shape;
-        let plan = DevicePlan::new(&gpu.device, spec).unwrap_or_else(|e| panic!("{recipe:?} on {shape:?}: {e}"));
+        let plan =
+            DevicePlan::new(&gpu.device, spec).unwrap_or_else(|e| panic!("{recipe:?} on {shape:?}: {e}"));
         let mut inputs = Vec::new();
         let mut upload = |view: &TensorView| {
             inputs.push(gpu.upload(&[&[0; LEAD], bytes(view)].concat()));
@@ -127,7 +129,8 @@ impl<'g> OnGpu<'g> {
     /// Decides the order only.
     pub fn group(&self, grouping: Grouping) -> DeviceOperands {
         // SAFETY: as in `launch`.
-        unsafe { self.plan.group(self.gpu.stream(), &self.tensors, grouping) }.expect("the grouping launches");
+        unsafe { self.plan.group(self.gpu.stream(), &self.tensors, grouping) }
+            .expect("the grouping launches");
         self.operands()
     }
 
@@ -142,16 +145,28 @@ impl<'g> OnGpu<'g> {
         assert!(all[..LEAD].iter().all(|&b| b == UNWRITTEN), "the bytes in front of the output were written");
         let bytes = all[LEAD..].to_vec();
         let flat: Vec<f32> = match self.wanted.output {
-            DType::F32 => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
+            DType::F32 => {
+                bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+            }
             DType::F16 => bytes.chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
-            DType::Bf16 => bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
+            DType::Bf16 => {
+                bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()).collect()
+            }
         };
         let s = self.shape;
         let shape = [s.batch, s.q_heads, s.q_tokens, s.head_dim];
-        let view = TensorView::new("o", flat.as_slice(), shape, self.wanted.layout).expect("the output's size");
-        let o = (0..s.batch * s.q_heads).flat_map(|i| view.read_head(i / s.q_heads, i % s.q_heads, s.q_tokens));
+        let view =
+            TensorView::new("o", flat.as_slice(), shape, self.wanted.layout).expect("the output's size");
+        let o =
+            (0..s.batch * s.q_heads).flat_map(|i| view.read_head(i / s.q_heads, i % s.q_heads, s.q_tokens));
         let lse = self.lse.to_vec(s.batch * s.q_heads * s.q_tokens).expect("reads back");
         Result { o: o.collect(), lse, bytes, observed }
+    }
+
+    /// Whether nothing has been written to the outputs yet; does not wait for the stream.
+    pub fn untouched(&self) -> bool {
+        let all = |buffer: &Buffer| buffer.to_vec::<u8>(buffer.bytes()).expect("reads back");
+        [&self.o, &self.lse].into_iter().all(|buffer| all(buffer).iter().all(|&b| b == UNWRITTEN))
     }
 
     /// The order on the device as the CPU takes it: the sequence where the plan does not group.
@@ -174,7 +189,8 @@ impl<'g> OnGpu<'g> {
             let from = bytes(view);
             assert_eq!(from.len() + LEAD, buffer.bytes(), "another shape");
             // SAFETY: the buffer holds these bytes behind the lead, checked above.
-            unsafe { cudarc::driver::result::memcpy_htod_sync(buffer.ptr() + LEAD as u64, from) }.expect("copies");
+            unsafe { cudarc::driver::result::memcpy_htod_sync(buffer.ptr() + LEAD as u64, from) }
+                .expect("copies");
         }
         self.gpu.device.context().synchronize().expect("the copies arrive");
     }
@@ -197,7 +213,9 @@ impl<'p> Twin<'p> {
     pub fn new(problem: &'p Problem<'p>, recipe: &Recipe, orders: &Orders) -> Self {
         let plan = Plan::new(problem, recipe, F32_LSE).expect("a problem of the tests is valid");
         let q = Cpu.prepare_q(&plan, problem, orders).expect("prepares");
-        let k = Cpu.prepare_k(&plan, problem, orders, &q).expect("the order is a permutation of the valid tokens");
+        let k = Cpu
+            .prepare_k(&plan, problem, orders, &q)
+            .expect("the order is a permutation of the valid tokens");
         let v = Cpu.prepare_v(&plan, problem, orders).expect("prepares");
         Self { plan, problem, q, k, v }
     }
@@ -209,7 +227,8 @@ impl<'p> Twin<'p> {
     /// Attention in f64 on what the operands stand for. Its LSE lacks the K mean's term.
     pub fn exact(&self) -> Reference {
         let Shape { batch, q_heads, q_tokens: n, head_dim: d, .. } = self.plan.shape;
-        let mut exact = Reference { o: vec![0.0; batch * q_heads * n * d], lse: vec![0.0; batch * q_heads * n] };
+        let mut exact =
+            Reference { o: vec![0.0; batch * q_heads * n * d], lse: vec![0.0; batch * q_heads * n] };
         let heads = exact.o.par_chunks_mut(n * d).zip(exact.lse.par_chunks_mut(n)).enumerate();
         heads.for_each(|(i, (o, lse))| {
             let x = Cpu.dequantized(&self.plan, [i / q_heads, i % q_heads], &self.q, &self.k, &self.v);
@@ -261,7 +280,8 @@ pub fn distances(gpu: &Gpu, problem: &Problem, recipe: &Recipe, wanted: Wanted) 
 pub fn between(result: &Result, twin: &Twin) -> Distances {
     let (cpu, exact) = (twin.attend(), twin.exact());
     let got: Vec<f64> = result.o.iter().map(|&x| f64::from(x)).collect();
-    let lse_off = result.lse.iter().zip(lse(&cpu)).map(|(a, b)| if a == b { 0.0 } else { f64::from((a - b).abs()) });
+    let lse_off =
+        result.lse.iter().zip(lse(&cpu)).map(|(a, b)| if a == b { 0.0 } else { f64::from((a - b).abs()) });
     let of_cpu = o(&cpu);
     Distances {
         gpu: relative(&got, &exact.o),

@@ -22,6 +22,11 @@ impl Gpu {
         Stream::from(&*self.stream)
     }
 
+    /// The same device with another stream, under the hold of this one.
+    pub fn beside(&self) -> Gpu {
+        Gpu { stream: stream(&self.device), device: self.device.clone(), _shared: None, _alone: None }
+    }
+
     /// Uploads; what was uploaded is there for any stream when this returns (`cuMemcpyHtoD` alone only promises
     /// that the host memory may be reused).
     pub fn upload<T: bytemuck::Pod>(&self, values: &[T]) -> Buffer {
@@ -72,7 +77,10 @@ fn device() -> Option<Arc<Device>> {
     match opened {
         Ok(device) => Some(device.clone()),
         Err(why) => {
-            assert!(std::env::var_os("VCA_REQUIRE_GPU").is_none_or(|v| v != "1"), "VCA_REQUIRE_GPU=1, but {why}");
+            assert!(
+                std::env::var_os("VCA_REQUIRE_GPU").is_none_or(|v| v != "1"),
+                "VCA_REQUIRE_GPU=1, but {why}"
+            );
             // Past the capture of the test harness, so that a skipped test never looks like one that ran.
             let name = std::thread::current().name().unwrap_or("a test").to_owned();
             let _ = writeln!(std::io::stderr(), "SKIPPED {name}: {why}");

@@ -28,7 +28,14 @@ pub struct Strided {
 }
 
 impl Strided {
-    pub fn new(name: &'static str, x: &[f32], shape: [usize; 4], dtype: DType, layout: Layout, gaps: Gaps) -> Self {
+    pub fn new(
+        name: &'static str,
+        x: &[f32],
+        shape: [usize; 4],
+        dtype: DType,
+        layout: Layout,
+        gaps: Gaps,
+    ) -> Self {
         let [b, h, n, d] = shape;
         let (row, group) = if gaps == Gaps::None { (d, 0) } else { (d + 8, 24) };
         let strides = match layout {
@@ -49,7 +56,8 @@ impl Strided {
     }
 
     pub fn view(&self) -> TensorView<'_> {
-        TensorView::strided(self.name, self.buffer.elements(), self.shape, self.strides).expect("inside the buffer")
+        TensorView::strided(self.name, self.buffer.elements(), self.shape, self.strides)
+            .expect("inside the buffer")
     }
 }
 
@@ -84,6 +92,7 @@ pub fn real(name: &str) -> InputFile {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("data");
     let tried: Vec<PathBuf> = folders.chain([source]).map(|folder| folder.join(name)).collect();
     let path = tried.iter().find(|path| path.is_file());
-    let path = path.unwrap_or_else(|| panic!("no input {name}: set VCA_DATA to the folder `data`; tried {tried:?}"));
+    let path =
+        path.unwrap_or_else(|| panic!("no input {name}: set VCA_DATA to the folder `data`; tried {tried:?}"));
     InputFile::open(path).expect("a bundled input is sound")
 }

@@ -27,8 +27,14 @@ fn main() -> Result<ExitCode, Box<dyn Error>> {
     // Two heads whose values cluster as those of a video model do, laid out (batch, tokens, heads, dim).
     let synth = Synth::small(1);
     let (tokens, dim) = (synth.tokens(), synth.head_dim);
-    let shape =
-        Shape { batch: 1, q_heads: HEADS, kv_heads: HEADS, q_tokens: tokens, kv_tokens: tokens, head_dim: dim };
+    let shape = Shape {
+        batch: 1,
+        q_heads: HEADS,
+        kv_heads: HEADS,
+        q_tokens: tokens,
+        kv_tokens: tokens,
+        head_dim: dim,
+    };
     let heads: Vec<_> = (0..HEADS).map(|head| synth.head(head)).collect();
     let interleave = |part: fn(&vc_attention::synth::Head) -> &[f32]| -> Vec<bf16> {
         let row = |i: usize| &part(&heads[i % HEADS])[i / HEADS * dim..][..dim];
@@ -62,8 +68,7 @@ fn main() -> Result<ExitCode, Box<dyn Error>> {
     let mut o = DeviceBuffer::<f32>::zeroed(HEADS * tokens * dim)?;
     let mut lse = DeviceBuffer::<f32>::zeroed(HEADS * tokens)?;
     CurrentContext::synchronize()?;
-    let call =
-        Call { q: &q, k: &k, v: &v, o: Output::F32(&mut o), lse: Some(&mut lse), kv_lens: None };
+    let call = Call { q: &q, k: &k, v: &v, o: Output::F32(&mut o), lse: Some(&mut lse), kv_lens: None };
     // SAFETY: all buffers live to the end of `main`, and the stream is waited for below.
     unsafe { run(&plan, &stream, call, Grouping::Cold)? };
     stream.synchronize()?;

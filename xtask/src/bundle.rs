@@ -68,7 +68,11 @@ struct Target {
 pub fn executable(arguments: &[&str], target: &str, environment: &[(&str, &Path)]) -> Result<PathBuf> {
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     let (command, rest) = arguments.split_first().context("a cargo command")?;
-    cargo.current_dir(root()).arg(command).args(["--release", "--message-format=json-render-diagnostics"]).args(rest);
+    cargo
+        .current_dir(root())
+        .arg(command)
+        .args(["--release", "--message-format=json-render-diagnostics"])
+        .args(rest);
     environment.iter().for_each(|(name, value)| _ = cargo.env(name, value));
     let mut child = cargo.stdout(Stdio::piped()).spawn().context("cannot start cargo")?;
     let output = child.stdout.take().context("cargo's output")?;
@@ -129,7 +133,8 @@ fn size(folder: &Path) -> Result<u64> {
 #[cfg(unix)]
 fn make_executable(file: &Path) -> Result<()> {
     use std::os::unix::fs::PermissionsExt;
-    fs::set_permissions(file, fs::Permissions::from_mode(0o755)).with_context(|| format!("no {}", file.display()))
+    fs::set_permissions(file, fs::Permissions::from_mode(0o755))
+        .with_context(|| format!("no {}", file.display()))
 }
 
 #[cfg(not(unix))]

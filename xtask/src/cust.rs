@@ -64,10 +64,12 @@ struct Package {
 /// The folder of the source of `cust_raw` that the lock file names.
 fn cust_raw() -> Result<PathBuf> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let output = Command::new(cargo).current_dir(root()).args(["metadata", "--format-version=1", "--locked"]).output();
+    let output =
+        Command::new(cargo).current_dir(root()).args(["metadata", "--format-version=1", "--locked"]).output();
     let output = output.context("cannot start cargo")?;
     ensure!(output.status.success(), "cargo metadata failed:\n{}", String::from_utf8_lossy(&output.stderr));
     let metadata: Metadata = serde_json::from_slice(&output.stdout)?;
-    let package = metadata.packages.into_iter().find(|p| p.name == "cust_raw").context("cust_raw is no dependency")?;
+    let package =
+        metadata.packages.into_iter().find(|p| p.name == "cust_raw").context("cust_raw is no dependency")?;
     Ok(package.manifest_path.parent().context("a manifest lies in a folder")?.into())
 }
