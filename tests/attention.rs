@@ -8,6 +8,7 @@ use common::*;
 use proptest::prelude::*;
 use vc_attention::backend::Backend;
 use vc_attention::backend::cpu::{Cpu, F16_SCORE_LIMIT};
+use vc_attention::grouping::GroupingConfig;
 use vc_attention::{
     DType, Error, Layout, NonFinite, Options, OutputType, Plan, Problem, Recipe, Tensor, TensorView, run,
     run_on_order,
@@ -139,7 +140,9 @@ fn an_independent_scalar_implementation_gives_the_same_output() {
             let case = Case::new([1, 1, 1], [q_tokens, kv_tokens], dim);
             let data = case.outliers(seed);
             let tensors = data.f32();
-            let output = attend(&Problem { scale: Some(scale), ..tensors.problem() }, &recipe(name));
+            // The twin keeps the tokens as they come, and the scales of INT8 depend on who shares them.
+            let recipe = Recipe { grouping: GroupingConfig::sequence(), ..recipe(name) };
+            let output = attend(&Problem { scale: Some(scale), ..tensors.problem() }, &recipe);
             let (wanted, wanted_lse) = scalar::attention(&scalar, [&data.q, &data.k, &data.v], dim, scale);
             let what = format!("{name} on {case:?}");
             assert_eq!(output.observed.f32_fallbacks, 0, "{what}: the twin has no f32 scores");
@@ -548,19 +551,21 @@ fn heads_with_huge_scores_run_with_f32_scores_and_stay_accurate() {
 #[test]
 fn partial_sums_beyond_f16_count_as_huge_scores() {
     let case = Case::new([1, 1, 1], [32, 256], 128);
-    for size in [16.0f32, 300.0] {
+    for size in [8.0f32, 300.0] {
         let mut data = case.normal(16);
         for x in data.q.chunks_exact_mut(128) {
-            x.iter_mut().for_each(|x| *x += size);
+            x.iter_mut().for_each(|x| *x = size + 4.0 / size * *x);
         }
         for (i, x) in data.k.chunks_exact_mut(128).enumerate() {
             let sign = if i % 2 == 0 { size } else { -size };
-            x[..64].iter_mut().for_each(|x| *x += sign);
-            x[64..].iter_mut().for_each(|x| *x -= sign);
+            for (c, x) in x.iter_mut().enumerate() {
+                *x = if c < 64 { sign } else { -sign } + 4.0 / size * *x;
+            }
         }
         let tensors = data.f32();
         let (output, kernel, _) = errors(&tensors.problem(), &recipe("vc16"));
-        assert_eq!(output.observed.f32_fallbacks, 1, "offset {size}");
+        let observed = output.observed;
+        assert!(observed.f32_fallbacks == 1 && observed.max_score < F16_SCORE_LIMIT, "{size}: {observed:?}");
         assert!(kernel < 0.03, "offset {size}: {kernel:.2e}");
     }
 }
@@ -660,14 +665,19 @@ fn finite_inputs_that_overflow_f32_are_an_error_and_not_a_silent_nan() {
         let problem = Problem { nonfinite: NonFinite::Propagate, ..tensors.problem() };
         assert!(attend(&problem, &recipe).o.view().elements().len() == 2 * 3 * 32);
     }
-    // One overflowing key among good ones: a format that writes byte 0 for NaN must not hide it.
-    let mut data = Case::new([1, 1, 1], [3, 140], 32).normal(23);
-    data.q.fill(1e20);
-    data.k[77 * 32..][..32].iter_mut().enumerate().for_each(|(i, x)| *x = if i < 16 { 3e38 } else { -3e38 });
-    for name in ["vc8-expcast+rotate=off+qk=f32+center=off", "exact"] {
-        let tensors = data.f32();
-        let result = vc_attention::attend(&tensors.problem(), &recipe(name), F32_LSE);
-        assert!(matches!(result, Err(Error::NonFinite { tensor: "o", .. })), "{name}: {result:?}");
+    // One key among good ones whose partial sums overflow and whose score does not: weight 0 or byte 0 must not
+    // hide it, whichever infinity it ends in.
+    for sign in [1.0, -1.0] {
+        let mut data = Case::new([1, 1, 1], [3, 140], 32).normal(23);
+        data.q.fill(1e20);
+        for (i, x) in data.k[77 * 32..][..32].iter_mut().enumerate() {
+            *x = if i < 16 { 3e38 } else { -3e38 } * sign;
+        }
+        for name in ["vc8-expcast+rotate=off+qk=f32+center=off", "exact"] {
+            let tensors = data.f32();
+            let result = vc_attention::attend(&tensors.problem(), &recipe(name), F32_LSE);
+            assert!(matches!(result, Err(Error::NonFinite { tensor: "o", .. })), "{name}: {result:?}");
+        }
     }
 }
 
@@ -789,9 +799,12 @@ proptest! {
         prop_assert!(got.iter().all(|x| x.is_finite()));
         prop_assert_eq!(result.lse.is_some(), lse);
         let wanted = reference(&problem);
-        let error = relative(&got, &wanted.o);
+        // Against the values, N(0, 1), as well as the output: a lone output near 0 has no bounded relative error.
+        let distance = got.iter().zip(&wanted.o).map(|(a, b)| (a - b).powi(2)).sum::<f64>().sqrt();
+        let norm = wanted.o.iter().map(|b| b * b).sum::<f64>().sqrt() + (got.len() as f64).sqrt();
+        let error = distance / norm;
         let four_bits = recipe.bits_qk() == 4;
-        prop_assert!(error < if four_bits { 0.7 } else { 0.35 }, "{} has {error:.3}", recipe.name);
+        prop_assert!(error < if four_bits { 0.4 } else { 0.2 }, "{} has {error:.3}", recipe.name);
         if name == 0 {
             let rounding = if output_f32 || dtype == 0 { 2e-6 } else { 4e-3 };
             prop_assert!(error < rounding, "{} has {error:.1e}", recipe.name);

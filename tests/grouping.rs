@@ -435,9 +435,8 @@ fn synthetic_attention_is_neither_flat_nor_a_copy() {
 
 #[test]
 fn default_numbers_of_clusters() {
-    let kmeans = [0, 63, 64, 4096, 8192, 75_600].map(|tokens| default_clusters(TokenOrder::KMeans, tokens));
-    assert_eq!(kmeans, [1, 1, 1, 64, 128, 128]);
-    let rounded = [0, 4096, 75_600].map(|tokens| default_clusters(TokenOrder::Rounded, tokens));
-    assert_eq!(rounded, [1, 32, 256]);
-    assert_eq!(default_clusters(TokenOrder::Balanced, 75_600), 591);
+    assert_eq!([0, 63, 64, 4096, 8192, 75_600].map(default_clusters), [1, 1, 1, 64, 128, 128]);
+    let v = values(1000, 2);
+    let clusters = |order| group(&v, 2, &config(order), None, None).expect("valid").clusters;
+    assert_eq!(CLUSTERED.map(clusters), [15, 7, 8]);
 }

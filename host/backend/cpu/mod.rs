@@ -153,6 +153,16 @@ fn check_operands(plan: &Plan, q: &Queries, k: &Keys, v: &Values) -> Result<()> 
     Ok(())
 }
 
+/// What pulp's levels are called elsewhere.
+fn vectors(level: &str) -> &str {
+    match level {
+        "V4" => "AVX-512",
+        "V3" => "AVX2",
+        "Neon" => "NEON",
+        other => other,
+    }
+}
+
 /// Splits a batch-major head index.
 fn batch_head(index: usize, heads: usize) -> [usize; 2] {
     [index / heads, index % heads]
@@ -180,7 +190,10 @@ impl Backend for Cpu {
     }
 
     fn device(&self) -> String {
-        format!("{} threads, {:?}", rayon::current_num_threads(), pulp::Arch::new())
+        // `V3(V3 { sse: ... })`: the name of the level is enough.
+        let level = format!("{:?}", pulp::Arch::new());
+        let level = level.split(['(', ' ', '{']).next().unwrap_or_default();
+        format!("{} threads, {} vectors", rayon::current_num_threads(), vectors(level))
     }
 
     fn group(&self, plan: &Plan, problem: &Problem, warm: Option<&Orders>) -> Result<Orders> {

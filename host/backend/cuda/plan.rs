@@ -9,7 +9,7 @@ use kernels_gpu::numerics::units;
 use super::driver::{Arguments, Device, DevicePtr, Stream};
 use super::workspace::{Layout, Section, Workspace};
 use crate::error::{Error, Result};
-use crate::grouping::{COLD_ITERATIONS, TokenOrder, WARM_ITERATIONS, default_clusters};
+use crate::grouping::{COLD_ITERATIONS, TOKENS_PER_CLUSTER, TokenOrder, WARM_ITERATIONS, default_clusters};
 use crate::problem::Shape;
 use crate::recipe::vc::PACKED_BETA;
 use crate::recipe::{Encoder, Probabilities, QkFormat, Recipe, RowSums, ScoreType, VFormat};
@@ -120,6 +120,8 @@ struct Sizes {
     q_blocks: usize,
     /// Clusters of the k-means; 0 for orders without one.
     clusters: usize,
+    /// Tokens a cluster at least, which limits the clusters of a short head; 0 where the number was given.
+    per_cluster: u32,
 }
 
 /// Entries that the recipe needs.
@@ -177,7 +179,7 @@ impl DevicePlan {
                 .recipe
                 .grouping
                 .clusters
-                .unwrap_or_else(|| default_clusters(TokenOrder::KMeans, s.kv_tokens))
+                .unwrap_or_else(|| default_clusters(s.kv_tokens))
                 .min(s.kv_tokens),
             _ => 0,
         };
@@ -187,6 +189,7 @@ impl DevicePlan {
             key_blocks: s.kv_tokens.div_ceil(tiles::KEYS),
             q_blocks: s.q_tokens.div_ceil(2 * tiles::ROWS),
             clusters,
+            per_cluster: if spec.recipe.grouping.clusters.is_none() { TOKENS_PER_CLUSTER as u32 } else { 0 },
         };
         let mut layout = Layout::default();
         let at = Sections::new(&mut layout, &spec, &sizes);
@@ -270,7 +273,7 @@ impl DevicePlan {
                 .with(s.kv_tokens as u32)
                 .with(s.kv_heads as u32)
                 .with(self.sizes.clusters as u32)
-                .with(0u32);
+                .with(self.sizes.per_cluster);
             (format!("kmeans_targets_{}", self.names.input), arguments)
         } else {
             let arguments = Arguments::new()
@@ -282,7 +285,7 @@ impl DevicePlan {
             let arguments = self
                 .kv_sizes(self.strides(arguments, self.spec.v))
                 .with(self.sizes.clusters as u32)
-                .with(0u32)
+                .with(self.sizes.per_cluster)
                 .with(self.spec.recipe.grouping.seed);
             (format!("kmeans_seed_{}", self.names.input), arguments)
         };
@@ -301,7 +304,8 @@ impl DevicePlan {
             .with(self.ptr(self.at.targets))
             .with(self.ptr(self.at.norms))
             .with(self.ptr(self.at.labels));
-        let arguments = self.kv_sizes(self.strides(arguments, self.spec.v)).with(clusters).with(0u32);
+        let arguments =
+            self.kv_sizes(self.strides(arguments, self.spec.v)).with(clusters).with(self.sizes.per_cluster);
         // SAFETY: by the caller.
         unsafe {
             self.launch(stream, &format!("kmeans_assign_{}", self.names.input), chunks, arguments)?;
@@ -345,7 +349,10 @@ impl DevicePlan {
             .with(self.ptr(self.at.runs))
             .with(self.ptr(self.at.run_starts))
             .with(self.ptr(self.at.run_sums));
-        let arguments = self.kv_sizes(self.strides(arguments, self.spec.v)).with(clusters as u32).with(0u32);
+        let arguments = self
+            .kv_sizes(self.strides(arguments, self.spec.v))
+            .with(clusters as u32)
+            .with(self.sizes.per_cluster);
         // SAFETY: by the caller.
         unsafe {
             self.launch(stream, &format!("kmeans_sums_{}", self.names.input), runs, arguments)?;
@@ -360,7 +367,7 @@ impl DevicePlan {
                 .with(self.spec.shape.kv_tokens as u32)
                 .with(self.spec.shape.kv_heads as u32)
                 .with(clusters as u32)
-                .with(0u32);
+                .with(self.sizes.per_cluster);
             let blocks = clusters.div_ceil(8) * self.sizes.kv_heads;
             self.launch(stream, &format!("kmeans_update_{}", self.names.input), blocks, arguments)
         }
@@ -580,7 +587,9 @@ impl DevicePlan {
         let shares: Vec<f32> =
             if self.spec.recipe.demean { self.memory.read(self.at.shares)? } else { Vec::new() };
         let counted: Vec<f64> = shares.iter().filter(|s| **s >= 0.0).map(|&s| f64::from(s)).collect();
+        let flags: Vec<u32> = self.memory.read(self.at.flags)?;
         Ok(DeviceObserved {
+            saturated: flags[self.sizes.kv_heads..].iter().any(|&f| f != 0),
             max_score: row_max.iter().copied().fold(0.0, |a, b| if b <= a { a } else { b }),
             mean_share: (!counted.is_empty()).then(|| counted.iter().sum::<f64>() / counted.len() as f64),
         })
@@ -667,8 +676,11 @@ impl DevicePlan {
 /// What a call noticed about its data.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DeviceObserved {
-    /// Largest |row maximum| of the centred scores, in code units.
+    /// Largest |row maximum| of the centred scores, in code units; NaN where scores were. From
+    /// [`F16_SCORE_LIMIT`](crate::backend::cpu::F16_SCORE_LIMIT) on f16 scores are too coarse.
     pub max_score: f32,
+    /// Whether a value of Q or K left the range of its format.
+    pub saturated: bool,
     /// Share of the value energy that the block means hold, averaged over the blocks; absent without demeaning.
     pub mean_share: Option<f64>,
 }
@@ -698,7 +710,7 @@ pub struct DeviceOperands {
 
 impl Sections {
     fn new(layout: &mut Layout, spec: &Spec, sizes: &Sizes) -> Self {
-        let Sizes { q_heads, kv_heads, key_blocks, q_blocks, clusters } = *sizes;
+        let Sizes { q_heads, kv_heads, key_blocks, q_blocks, clusters, .. } = *sizes;
         let tokens = spec.shape.kv_tokens;
         let grouped = |count: usize| if clusters > 0 { count * kv_heads } else { 0 };
         let wide = if spec.recipe.qk == QkFormat::F16 { 2 } else { 1 };
