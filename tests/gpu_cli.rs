@@ -105,7 +105,7 @@ fn compare_marks_the_rows_that_the_kernels_do_not_cover() {
         }
     }
     assert!(marked("exact") && marked("sage3") && marked("vc4"), "{out}");
-    assert!(out.contains("* The GPU kernels do not cover this recipe"), "{out}");
+    assert!(out.contains("* Not covered by the GPU kernels"), "{out}");
 
     let json = read_json(&json);
     assert_eq!(json["backend"], "cuda");
