@@ -7,7 +7,7 @@ use vc_attention::backend::cpu::Cpu;
 use vc_attention::backend::cuda::{self, Cuda};
 use vc_attention::{Error, Output, Plan, Problem, Recipe, Report};
 
-use super::failure::{Failure, Result, note};
+use super::failure::{Failure, Result};
 
 /// Runs on a GPU whose median counts, after the one that computes.
 #[cfg(feature = "cuda")]
@@ -124,7 +124,7 @@ impl Machine {
             return Processor::Cpu;
         }
         self.gpu().unwrap_or_else(|error| {
-            note(&format!("{error}; computing on the CPU"));
+            super::failure::note(&format!("{error}; computing on the CPU"));
             Processor::Cpu
         })
     }

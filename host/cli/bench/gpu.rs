@@ -152,7 +152,7 @@ fn grouping(call: &Call, recipe: &Recipe) -> Option<GroupingSizes> {
     let config = recipe.grouping;
     let tokens = call.tokens();
     (config.order == TokenOrder::KMeans).then(|| GroupingSizes {
-        clusters: config.clusters.unwrap_or_else(|| default_clusters(config.order, tokens)).min(tokens),
+        clusters: config.clusters.unwrap_or_else(|| default_clusters(tokens)).min(tokens),
         cold_iterations: config.iterations.unwrap_or(COLD_ITERATIONS),
         warm_iterations: config.iterations.unwrap_or(WARM_ITERATIONS),
     })

@@ -1,5 +1,7 @@
 //! `vca bench`: times of the stages of a call of a model's shape.
 
+#![cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "floors and the schedule are for GPUs"))]
+
 mod call;
 mod cpu;
 mod floor;
