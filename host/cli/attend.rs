@@ -9,7 +9,7 @@ use vc_attention::{DType, Options, OutputType, Plan, Problem, Recipe, Tensor};
 
 use super::failure::{Failure, Result, note, print};
 use super::input::{Input, InputOptions, title};
-use super::machine::{Finished, Processor, is_limit_of_gpu, scores_out_of_range};
+use super::machine::{Finished, Processor, is_limit_of_gpu};
 use super::progress::Progress;
 use super::table::{percent, time};
 use super::{Machine, output};
@@ -51,23 +51,17 @@ enum OutDType {
     F32,
 }
 
-/// Runs a call on the processor, or on the CPU when the GPU's kernels do not take it and nobody insists; with the
-/// device that it ran on.
-fn run_on(
-    processor: &Processor,
-    plan: &Plan,
-    problem: &Problem,
-    insists: bool,
-) -> Result<(Finished, String)> {
+/// Runs a call on the processor, or on the CPU when the GPU's kernels do not take it and nobody insists.
+fn run_on(processor: &Processor, plan: &Plan, problem: &Problem, insists: bool) -> Result<Finished> {
     match processor.run(plan, problem) {
         Err(error) if processor.is_gpu() && is_limit_of_gpu(&error) => {
             if insists {
                 return Err(Failure::usage(error.to_string()).with_hint("--backend cpu takes it"));
             }
             note(&format!("{error}; computing on the CPU"));
-            Ok((Processor::Cpu.run(plan, problem)?, Processor::Cpu.device()))
+            Ok(Processor::Cpu.run(plan, problem)?)
         }
-        result => Ok((result?, processor.device())),
+        result => Ok(result?),
     }
 }
 
@@ -82,7 +76,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
 
     let progress = Progress::new(1);
     progress.at(&recipe.name);
-    let (run, device) = run_on(&processor, &plan, &problem, arguments.machine.insists_on_gpu())?;
+    let run = run_on(&processor, &plan, &problem, arguments.machine.insists_on_gpu())?;
     drop(progress);
 
     let dtype = match arguments.out_dtype {
@@ -108,9 +102,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             plan.shape.batch * plan.shape.kv_heads
         ));
     }
-    if let Some(remark) = scores_out_of_range(&plan.recipe, &run.output) {
-        note(&remark);
-    }
+    let device = if run.on_cpu { Processor::Cpu.device() } else { processor.device() };
     let report = run.report;
     let share =
         report.mean_share.map_or(String::new(), |s| format!("; block means hold {}", percent(Some(s))));

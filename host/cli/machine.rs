@@ -2,13 +2,12 @@
 
 use clap::{Args, ValueEnum};
 use vc_attention::backend::Backend;
-use vc_attention::backend::cpu::{Cpu, F16_SCORE_LIMIT};
+use vc_attention::backend::cpu::Cpu;
 #[cfg(feature = "cuda")]
 use vc_attention::backend::cuda::{self, Cuda};
-use vc_attention::recipe::ScoreType;
 use vc_attention::{Error, Output, Plan, Problem, Recipe, Report};
 
-use super::failure::{Failure, Result, note};
+use super::failure::{Failure, Result};
 
 /// Runs on a GPU whose median counts, after the one that computes.
 #[cfg(feature = "cuda")]
@@ -53,6 +52,8 @@ pub struct Finished {
     pub output: Output,
     /// On a GPU the times are its own, without the way of the tensors there and back.
     pub report: Report,
+    /// Whether the CPU computed it, on whatever processor it was asked for.
+    pub on_cpu: bool,
 }
 
 impl Machine {
@@ -123,7 +124,7 @@ impl Machine {
             return Processor::Cpu;
         }
         self.gpu().unwrap_or_else(|error| {
-            note(&format!("{error}; computing on the CPU"));
+            super::failure::note(&format!("{error}; computing on the CPU"));
             Processor::Cpu
         })
     }
@@ -168,12 +169,15 @@ impl Processor {
         match self {
             Processor::Cpu => {
                 let run = vc_attention::run(&Cpu, plan, problem, None)?;
-                Ok(Finished { output: run.output, report: run.report })
+                Ok(Finished { output: run.output, report: run.report, on_cpu: true })
             }
             #[cfg(feature = "cuda")]
             Processor::Gpu(gpu) => {
                 let run = vc_attention::run(gpu, plan, problem, None)?;
-                Ok(Finished { output: run.output, report: gpu.time(&run.order, TIMED_RUNS)? })
+                // Scores beyond f16 have no kernel: the backend turns to the CPU, whose time it then takes.
+                let on_cpu = run.output.observed.f32_fallbacks > 0;
+                let report = if on_cpu { run.report } else { gpu.time(&run.order, TIMED_RUNS)? };
+                Ok(Finished { output: run.output, report, on_cpu })
             }
         }
     }
@@ -184,19 +188,4 @@ impl Processor {
 /// A [`Plan`] has checked both for the method itself, so what a backend still refuses is a limit of its own.
 pub fn is_limit_of_gpu(error: &Error) -> bool {
     matches!(error, Error::Recipe { .. } | Error::Tensor { .. })
-}
-
-/// A remark about scores that f16 accumulators do not hold well, where the backend did not turn to f32 by itself.
-pub fn scores_out_of_range(recipe: &Recipe, output: &Output) -> Option<String> {
-    let observed = output.observed;
-    let beyond = recipe.scores == ScoreType::F16
-        && observed.f32_fallbacks == 0
-        && !(observed.max_score < F16_SCORE_LIMIT);
-    beyond.then(|| {
-        format!(
-            "{}: scores reach {:.0} code units, beyond the {F16_SCORE_LIMIT} that f16 accumulators are for: the output \
-             may be far off (+scores=f32 or --backend cpu takes them)",
-            recipe.name, observed.max_score
-        )
-    })
 }

@@ -21,8 +21,8 @@ pub use self::event::{StageTimes, Stopwatch, time_stages};
 pub use self::plan::{
     DeviceObserved, DeviceOperands, DevicePlan, Grouping, PROMOTE, Rope, Spec, Strides, Tensors,
 };
-use super::cpu::{Cpu, F16_SCORE_LIMIT};
 pub use self::probe::{Listed, driver_version, gpus};
+use super::cpu::{Cpu, F16_SCORE_LIMIT};
 use super::{Backend, Observed, Output};
 use crate::error::{Error, Result};
 use crate::plan::Plan;

@@ -25,6 +25,8 @@ pub const H200: Ceilings = Ceilings { memory: 4.3e12, fp16: 989.4e12, fp8: 1978.
 
 /// What the floors are, for `--help`.
 pub const HELP: &str = "\
+Times on a GPU are its own (events on a stream), on bfloat16 tensors that are there, after a warm-up.
+
 Floors are an H200's: bytes at 4.3 TB/s (a copy measured on one; 4.8 in the data sheet), products at the dense
 peaks of NVIDIA's data sheet for the H200 SXM (989.4 TFLOP/s in FP16, 1978.9 in FP8; no chip holds these within
 its power limit). Every tensor counts as read once and every operand as written once; an iteration of the

@@ -1,5 +1,7 @@
 //! `vca bench`: times of the stages of a call of a model's shape.
 
+#![cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "floors and the schedule are for GPUs"))]
+
 mod call;
 mod cpu;
 mod floor;
@@ -33,7 +35,7 @@ Examples:
   vca bench --data qkv.safetensors
   vca bench --backend cpu --shape 1,2,4096,64 --recipe exact,vc8,vc8+order=balanced";
 
-/// On a GPU, times are its own (events on a stream) on tensors that are there, in bfloat16, after a warm-up.
+/// Times the stages of a call.
 #[derive(Args)]
 #[command(after_help = EXAMPLES, after_long_help = format!("{}\n\n{EXAMPLES}", floor::HELP))]
 pub struct Arguments {
