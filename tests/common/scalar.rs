@@ -106,6 +106,8 @@ fn rotate(row: &[f32], least: usize) -> Vec<f32> {
 
 /// Scores in code units.
 fn scores(r: &Scalar, mut q: Vec<Vec<f32>>, mut k: Vec<Vec<f32>>, scale: f32) -> Vec<Vec<f64>> {
+    // Of the first 128 rows as they come.
+    let amax_q = amax(q.iter().take(128).flatten());
     if r.rotate {
         let least = if r.qk == Qk::Nvfp4 { 16 } else { 32 };
         q = q.iter().map(|x| rotate(x, least)).collect();
@@ -116,7 +118,7 @@ fn scores(r: &Scalar, mut q: Vec<Vec<f32>>, mut k: Vec<Vec<f32>>, scale: f32) ->
     match r.qk {
         Qk::F16 | Qk::E4m3 => {
             let balance = if r.qk == Qk::E4m3 {
-                (4.0 - (amax(q.iter().flatten()) * side).log2().floor()).exp2()
+                (4.0 - (amax_q * side).log2().floor()).exp2()
             } else {
                 1.0
             };

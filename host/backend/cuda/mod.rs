@@ -6,7 +6,9 @@
 
 mod driver;
 mod embedded;
+mod event;
 mod plan;
+mod probe;
 mod workspace;
 
 use std::sync::Arc;
@@ -15,16 +17,20 @@ use cudarc::driver::CudaStream;
 
 pub use self::driver::{Buffer, Device, DevicePtr, Function, Stream, driver_present};
 pub use self::embedded::{Image, images};
+pub use self::event::{StageTimes, Stopwatch, time_stages};
 pub use self::plan::{
     DeviceObserved, DeviceOperands, DevicePlan, Grouping, PROMOTE, Rope, Spec, Strides, Tensors,
 };
+use super::cpu::{Cpu, F16_SCORE_LIMIT};
+pub use self::probe::{Listed, driver_version, gpus};
 use super::{Backend, Observed, Output};
 use crate::error::{Error, Result};
 use crate::plan::Plan;
 use crate::problem::{NonFinite, Problem};
 use crate::tensor::{DType, Elements, Layout, Tensor, TensorView};
 
-/// One GPU as a backend for tensors in host memory.
+/// One GPU as a backend for tensors in host memory. A call whose scores leave the range of f16 accumulators runs on
+/// the CPU instead, which `Observed::f32_fallbacks` shows.
 #[derive(Clone, Debug)]
 pub struct Cuda {
     device: Arc<Device>,
@@ -214,6 +220,10 @@ impl Backend for Cuda {
         // SAFETY: as in `group`.
         unsafe { device_plan.attend(self.stream(), tensors) }?;
         let observed = device_plan.observed(self.stream())?;
+        // f16 scores do not serve such heads, and no kernel here has f32 ones: the CPU's numerics do.
+        if observed.saturated || !(observed.max_score < F16_SCORE_LIMIT) {
+            return crate::run(&Cpu, plan, problem, None).map(|run| run.output);
+        }
         let s = plan.shape;
         let shape = [s.batch, s.q_heads, s.q_tokens, s.head_dim];
         let count = shape.iter().product();

@@ -624,7 +624,9 @@ impl DevicePlan {
         let shares: Vec<f32> =
             if self.spec.recipe.demean { self.memory.read(self.at.shares)? } else { Vec::new() };
         let counted: Vec<f64> = shares.iter().filter(|s| **s >= 0.0).map(|&s| f64::from(s)).collect();
+        let flags: Vec<u32> = self.memory.read(self.at.flags)?;
         Ok(DeviceObserved {
+            saturated: flags[self.sizes.kv_heads..].iter().any(|&f| f != 0),
             max_score: row_max.iter().copied().fold(0.0, |a, b| if b <= a { a } else { b }),
             mean_share: (!counted.is_empty()).then(|| counted.iter().sum::<f64>() / counted.len() as f64),
         })
@@ -711,8 +713,11 @@ impl DevicePlan {
 /// What a call noticed about its data.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DeviceObserved {
-    /// Largest |row maximum| of the centred scores, in code units.
+    /// Largest |row maximum| of the centred scores, in code units; NaN where scores were. From
+    /// [`F16_SCORE_LIMIT`](crate::backend::cpu::F16_SCORE_LIMIT) on f16 scores are too coarse.
     pub max_score: f32,
+    /// Whether a value of Q or K left the range of its format.
+    pub saturated: bool,
     /// Share of the value energy that the block means hold, averaged over the blocks; absent without demeaning.
     pub mean_share: Option<f64>,
 }
