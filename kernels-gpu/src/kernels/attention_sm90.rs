@@ -159,11 +159,10 @@ impl ExpCast {
     /// -0.484375: with it every row max below 1024 code units lands on byte 120.
     const BETA: u16 = 0xb7c0;
     const BETA_F32: f32 = -0.484375;
-    /// 1024 + 120: f16 has no fraction from here on, so adding it rounds to whole codes, and the code of the
-    /// max is 120 above 1024, whose low byte is 0.
-    const TOP: u16 = 0x6478;
-    /// 1024: byte 0.
-    const ZERO: u16 = 0x6400;
+    /// 2^-24 and 120 of them: a subnormal f16 is a whole number of 2^-24 and its bits are that number, so a product
+    /// with the first rounds to whole codes, and saturation cuts off below code 0.
+    const UNIT: u16 = 1;
+    const TOP: u16 = 120;
 
     /// What is added to the scores of both rows.
     #[inline(always)]
@@ -181,8 +180,7 @@ impl Weights for ExpCast {
         let rows = [permute(addend, addend, 0x1010), permute(addend, addend, 0x3232)];
         stay(not_zero, || {
             for (i, s) in s.iter_mut().enumerate() {
-                let code = f16x2::add(f16x2::add(*s, rows[i % 2]), splat(Self::TOP));
-                *s = f16x2::max(code, splat(Self::ZERO));
+                *s = f16x2::fma_sat(f16x2::add(*s, rows[i % 2]), splat(Self::UNIT), splat(Self::TOP));
             }
             pin(s);
         });
