@@ -53,7 +53,7 @@ use crate::ptx::bulk_copy::global_to_shared;
 use crate::ptx::f16x2::{self, splat};
 use crate::ptx::mbarrier::{Barrier, fence_init, fence_proxy_async};
 use crate::ptx::memory::{max_global_u32, store_shared_v4};
-use crate::ptx::shuffle::{any, permute, shuffle_xor, warp_max_u32};
+use crate::ptx::shuffle::{any, broadcast, permute, shuffle_xor, warp_max_u32};
 use crate::ptx::special::{
     block_idx_x, block_idx_y, block_idx_z, claim_registers, release_registers, sync_threads, thread_idx_x,
 };
@@ -150,6 +150,8 @@ trait Weights {
 struct Partial {
     values: [f32; 64],
     ones: [f32; 4],
+    /// What `ones` held before the product in flight.
+    seen: Rows,
 }
 
 /// The packed ExpCast encoder: a byte is the score rounded in code units, exponential by its own format.
@@ -202,8 +204,8 @@ impl Weights for ExpCast {
 
     #[inline(always)]
     unsafe fn row_sums(partial: &mut Partial, _encoded: Rows) -> Rows {
-        let sums = [partial.ones[0], partial.ones[2]];
-        partial.ones = [0.0; 4];
+        let sums = [partial.ones[0] - partial.seen[0], partial.ones[2] - partial.seen[1]];
+        partial.seen = [partial.ones[0], partial.ones[2]];
         sums
     }
 
@@ -215,27 +217,41 @@ impl Weights for ExpCast {
     }
 }
 
-/// 256 exp, rounded to E4M3; row sums of the exponentials in f32.
+/// 256 exp in f16, rounded to E4M3; row sums of the f16 exponentials: four of them in f16, the rest in f32.
 struct Exp2;
+
+impl Exp2 {
+    /// An eighth: octaves to a code unit.
+    const OCTAVES: u16 = 0x3000;
+
+    /// 8 - max / 8: what is added to the scores of both rows in octaves, so that the largest becomes 256.
+    #[inline(always)]
+    fn addend(max: u32) -> u32 {
+        f16x2::fma(max, splat(Self::OCTAVES | 0x8000), splat(0x4800))
+    }
+}
 
 impl Weights for Exp2 {
     const PACK: u32 = 0x5410;
 
     #[inline(always)]
     fn encode(s: &mut [u32; 32], max: u32, not_zero: u32) -> Rows {
-        let (upper, lower) = convert::f32_of_f16x2(max);
-        let offset = [convert::fma(upper, -0.125, 8.0), convert::fma(lower, -0.125, 8.0)];
+        let addend = Self::addend(max);
+        let rows = [permute(addend, addend, 0x1010), permute(addend, addend, 0x3232)];
         let mut sums = [0.0; 2];
-        // In quarters: the assembler would take all scores apart first and run out of registers.
         let (quarters, _) = s.as_chunks_mut::<8>();
         for quarter in quarters {
             stay(not_zero, || {
                 for (i, s) in quarter.iter_mut().enumerate() {
-                    let (a, b) = convert::f32_of_f16x2(*s);
-                    let a = convert::exp2(convert::fma(a, 0.125, offset[i % 2]));
-                    let b = convert::exp2(convert::fma(b, 0.125, offset[i % 2]));
-                    sums[i % 2] += a + b;
-                    *s = convert::e4m3x2(a, b) as u32;
+                    *s = f16x2::exp2(f16x2::fma(*s, splat(Self::OCTAVES), rows[i % 2]));
+                }
+                for row in 0..2 {
+                    let two = |i: usize| f16x2::add(quarter[4 * i + row], quarter[4 * i + 2 + row]);
+                    let (low, high) = convert::f32_of_f16x2(f16x2::add(two(0), two(1)));
+                    sums[row] += low + high;
+                }
+                for s in quarter.iter_mut() {
+                    *s = convert::e4m3x2_of_f16x2(*s) as u32;
                 }
                 pin(quarter);
             });
@@ -268,8 +284,9 @@ impl Weights for Exp2 {
 
     #[inline(always)]
     fn shift(max: u32) -> Rows {
-        let (upper, lower) = convert::f32_of_f16x2(max);
-        [upper, lower]
+        // The addend was rounded to f16: its own maximum is what all exponentials agree on.
+        let (upper, lower) = convert::f32_of_f16x2(Self::addend(max));
+        [(8.0 - upper) * 8.0, (8.0 - lower) * 8.0]
     }
 }
 
@@ -375,25 +392,33 @@ impl<S: Scores> Shared<S> {
     }
 }
 
-/// A place in a ring of `STAGES` and how often it was passed, as the parity that its barriers wait for.
+/// A place in a ring of `STAGES`, counted over two rounds: the second round waits for the other parity of the barriers.
+///
+/// One word that is the same in all lanes: the assembler keeps it in a uniform register.
 #[derive(Clone, Copy)]
-struct Ring<const STAGES: u32> {
-    stage: u32,
-    parity: u32,
-}
+struct Ring<const STAGES: u32>(u32);
 
 impl<const STAGES: u32> Ring<STAGES> {
     #[inline(always)]
     fn start() -> Self {
-        Self { stage: 0, parity: 0 }
+        Self(0)
+    }
+    /// The place before the first.
+    #[inline(always)]
+    fn before() -> Self {
+        Self(2 * STAGES - 1)
+    }
+    #[inline(always)]
+    fn stage(self) -> u32 {
+        if self.0 < STAGES { self.0 } else { self.0 - STAGES }
+    }
+    #[inline(always)]
+    fn parity(self) -> u32 {
+        (self.0 >= STAGES) as u32
     }
     #[inline(always)]
     fn advance(&mut self) {
-        self.stage += 1;
-        if self.stage == STAGES {
-            self.stage = 0;
-            self.parity ^= 1;
-        }
+        self.0 = if self.0 == 2 * STAGES - 1 { 0 } else { self.0 + 1 };
     }
 }
 
@@ -473,28 +498,33 @@ unsafe fn produce<S: Scores, const STAGES: u32, const SMOOTH: bool>(
 
         shared.q_full().arrive_expect(2 * S::Q_BYTES as u32);
         global_to_shared(shared.q(0), q, 2 * S::Q_BYTES as u32, shared.q_full());
-        let (mut ring, mut slot) = (Ring::<STAGES>::start(), Ring::<2>::start());
-        for tile in 0..work.tiles {
-            // The phase before the first counts as complete: fresh slots are free.
-            shared.k_free(ring.stage).wait(ring.parity ^ 1);
-            shared.k_full(ring.stage).arrive_expect(S::K_BYTES as u32);
-            global_to_shared(shared.k(ring.stage), k, S::K_BYTES as u32, shared.k_full(ring.stage));
-            k = k.add(S::K_BYTES);
-
-            shared.v_free(ring.stage).wait(ring.parity ^ 1);
-            shared.v_full(ring.stage).arrive_expect(V_BYTES as u32);
-            global_to_shared(shared.v(ring.stage), v, V_BYTES as u32, shared.v_full(ring.stage));
-            v = v.add(V_BYTES);
-            ring.advance();
-
-            if SMOOTH && tile % MEAN_BLOCKS as u32 == 0 {
-                shared.means_free(slot.stage).wait(slot.parity ^ 1);
-                shared.means_full(slot.stage).arrive_expect(MEAN_BYTES as u32);
+        let (mut k_ring, mut v_ring) = (Ring::<STAGES>::start(), Ring::<STAGES>::start());
+        let mut slot = Ring::<2>::start();
+        // The consumers are two scores ahead of the values.
+        for tile in 0..work.tiles + 2 {
+            if tile < work.tiles {
+                // The phase before the first counts as complete: fresh slots are free.
+                shared.k_free(k_ring.stage()).wait(k_ring.parity() ^ 1);
+                shared.k_full(k_ring.stage()).arrive_expect(S::K_BYTES as u32);
+                global_to_shared(shared.k(k_ring.stage()), k, S::K_BYTES as u32, shared.k_full(k_ring.stage()));
+                k = k.add(S::K_BYTES);
+                k_ring.advance();
+            }
+            if tile >= 2 {
+                shared.v_free(v_ring.stage()).wait(v_ring.parity() ^ 1);
+                shared.v_full(v_ring.stage()).arrive_expect(V_BYTES as u32);
+                global_to_shared(shared.v(v_ring.stage()), v, V_BYTES as u32, shared.v_full(v_ring.stage()));
+                v = v.add(V_BYTES);
+                v_ring.advance();
+            }
+            if SMOOTH && tile >= 2 && (tile - 2) % MEAN_BLOCKS as u32 == 0 {
+                shared.means_free(slot.stage()).wait(slot.parity() ^ 1);
+                shared.means_full(slot.stage()).arrive_expect(MEAN_BYTES as u32);
                 global_to_shared(
-                    shared.means(slot.stage),
+                    shared.means(slot.stage()),
                     means,
                     MEAN_BYTES as u32,
-                    shared.means_full(slot.stage),
+                    shared.means_full(slot.stage()),
                 );
                 means = means.wrapping_add(MEAN_BYTES);
                 slot.advance();
@@ -517,6 +547,10 @@ struct State {
     fresh: bool,
     /// Row sums of the key blocks whose means are not restored yet: an A fragment of 16 columns.
     pending: [u32; 4],
+    /// Row sums in f16 of a key block whose neighbour in `pending` is yet to come; the upper row in the lower half.
+    odd_one: u32,
+    /// What [`Weights::encode`] returned for the key block whose product is in flight.
+    encoded: Rows,
 }
 
 impl State {
@@ -526,9 +560,11 @@ impl State {
             max: splat(0xfc00),
             sum: [0.0; 2],
             out: [0.0; 64],
-            partial: Partial { values: [0.0; 64], ones: [0.0; 4] },
+            partial: Partial { values: [0.0; 64], ones: [0.0; 4], seen: [0.0; 2] },
             fresh: true,
             pending: [0; 4],
+            odd_one: 0,
+            encoded: [0.0; 2],
         }
     }
 
@@ -554,50 +590,62 @@ impl State {
         }
     }
 
-    /// Takes in the product of key block `block`, which is under the maxima before `alpha`: row sums, and at its
-    /// time the promotion. `lane` is the thread's place among the four of its rows.
+    /// Takes in the product of the key block before `block`, which is under the maxima before `alpha`: row sums, and
+    /// at its time the promotion. `EVEN` is the parity of `block`.
     #[inline(always)]
-    unsafe fn absorb<W: Weights, const SMOOTH: bool>(
+    unsafe fn absorb<W: Weights, const SMOOTH: bool, const EVEN: bool>(
         &mut self,
-        lane: u32,
         block: u32,
-        encoded: Rows,
         alpha: Option<Rows>,
         promote: bool,
     ) {
         // SAFETY: the product is complete and the whole warp is here.
-        let sums = unsafe { W::row_sums(&mut self.partial, encoded) };
+        let sums = unsafe { W::row_sums(&mut self.partial, self.encoded) };
         let factor = alpha.unwrap_or([1.0; 2]);
         let sums = [sums[0] * factor[0], sums[1] * factor[1]];
         self.sum[0] += sums[0];
         self.sum[1] += sums[1];
-        if SMOOTH {
-            self.keep_pending(lane, block % MEAN_BLOCKS as u32, sums);
+        if SMOOTH && alpha.is_some() {
+            let both = convert::f16x2(factor[0], factor[1]);
+            self.odd_one = f16x2::mul(self.odd_one, both);
+            for row in 0..2 {
+                let pair = permute(both, both, [0x1010, 0x3232][row]);
+                self.pending[row] = f16x2::mul(self.pending[row], pair);
+                self.pending[2 + row] = f16x2::mul(self.pending[2 + row], pair);
+            }
+        }
+        if SMOOTH && EVEN {
+            self.keep_pending(block.wrapping_sub(2), convert::f16x2(sums[0], sums[1]));
+        } else if SMOOTH {
+            self.odd_one = convert::f16x2(sums[0], sums[1]);
         }
         self.fresh = promote;
         if promote {
             for (i, p) in self.partial.values.iter().enumerate() {
                 self.out[i] = convert::fma(*p, factor[i / 2 % 2], self.out[i]);
             }
+            self.partial.seen = [0.0; 2];
         } else if alpha.is_some() {
             for (i, p) in self.partial.values.iter_mut().enumerate() {
                 *p *= factor[i / 2 % 2];
             }
+            for row in 0..2 {
+                self.partial.ones[2 * row] *= factor[row];
+                self.partial.seen[row] *= factor[row];
+            }
         }
     }
 
-    /// Row sums become column `column` of the A fragment; lane t holds columns 2(t%4) + {0, 1} and 8 more.
+    /// `odd_one`, which is of the even key block `block`, and `sums` of the next become two columns of the A fragment,
+    /// as [`tiles::mean_offset`] orders them.
     #[inline(always)]
-    fn keep_pending(&mut self, lane: u32, column: u32, sums: Rows) {
-        let mine = lane == column % 8 / 2;
-        for (row, sum) in sums.into_iter().enumerate() {
-            let pair = convert::f16x2(sum, sum);
+    fn keep_pending(&mut self, block: u32, sums: u32) {
+        let mine = thread_idx_x() % 4 == block / 4 % 4;
+        for row in 0..2 {
+            let pair = permute(self.odd_one, sums, [0x5410, 0x7632][row]);
             for half in 0..2 {
-                let old = self.pending[2 * half + row];
-                let even = permute(pair, old, 0x7610);
-                let new = if column % 2 == 0 { even } else { permute(old, pair, 0x5410) };
-                if mine && column / 8 == half as u32 {
-                    self.pending[2 * half + row] = new;
+                if mine && block / 2 % 2 == half {
+                    self.pending[2 * half as usize + row] = pair;
                 }
             }
         }
@@ -613,27 +661,16 @@ impl State {
         }
         for row in 0..2 {
             self.sum[row] *= alpha[row];
-            let pair = convert::f16x2(alpha[row], alpha[row]);
-            self.pending[row] = f16x2::mul(self.pending[row], pair);
-            self.pending[2 + row] = f16x2::mul(self.pending[2 + row], pair);
         }
         alpha
     }
 
-    /// out += pending row sums x block means.
+    /// Issues partial += pending row sums x block means.
     #[inline(always)]
-    unsafe fn restore_means(&mut self, means: SharedAddr) {
-        // SAFETY: the warpgroup is here, the tile has landed, and nothing else is in flight.
-        unsafe {
-            pin(&mut self.out);
-            pin(&mut self.pending);
-            wgmma::fence();
-            wgmma::m64n128k16_f32_f16(&mut self.out, self.pending, Descriptor::plain(means, 128, 256), true);
-            wgmma::commit();
-            wgmma::wait::<0>();
-            pin(&mut self.out);
-        }
-        self.pending = [0; 4];
+    unsafe fn issue_means(&mut self, means: SharedAddr, accumulate: bool) {
+        let means = Descriptor::plain(means, 128, 256);
+        // SAFETY: the caller's protocol; the tile has landed.
+        unsafe { wgmma::m64n128k16_f32_f16(&mut self.partial.values, self.pending, means, accumulate) }
     }
 }
 
@@ -666,102 +703,162 @@ fn stay(not_zero: u32, mut body: impl FnMut()) {
     }
 }
 
-/// The attention loop of one warpgroup; there is at least one key.
-#[inline(always)]
-unsafe fn consume<S: Scores, W: Weights, const STAGES: u32, const SMOOTH: bool>(
-    call: &Call,
-    work: &Work,
-    shared: &Shared<S>,
-    warpgroup: u32,
-    state: &mut State,
-) {
-    let thread = thread_idx_x();
-    let leader = thread % 32 == 0;
-    let (mut k, mut v, mut slot) = (Ring::<STAGES>::start(), Ring::<STAGES>::start(), Ring::<2>::start());
-    let q = shared.q(warpgroup);
-    let mut s = [0; 32];
-    let mut p = [0; 16];
+/// The attention loop of one warpgroup.
+struct Consumer<'a, S, const STAGES: u32> {
+    call: &'a Call,
+    shared: &'a Shared<S>,
+    q: SharedAddr,
+    leader: bool,
+    /// K tile of the latest product, V tile of the next.
+    k: Ring<STAGES>,
+    v: Ring<STAGES>,
+    means: Ring<2>,
+    /// The key block whose scores are next, and the keys from there on.
+    block: u32,
+    left: u32,
+    /// Key blocks until the next promotion.
+    until: u32,
+    /// Probabilities of the product in flight.
+    p: [u32; 16],
+}
 
-    // SAFETY: the warpgroup runs this together; registers in flight are pinned until their wait, tiles are read
-    // between their full and free barriers.
-    unsafe {
-        shared.q_full().wait(0);
-        shared.k_full(k.stage).wait(k.parity);
-        pin(&mut s);
-        wgmma::fence();
-        S::issue(&mut s, q, shared.k(k.stage));
-        wgmma::commit();
-        wgmma::wait::<0>();
-        pin(&mut s);
-        if work.keys < KEYS as u32 {
-            mask(&mut s, work.keys);
-        }
-        state.raise_max(&s);
-        let mut encoded = W::encode(&mut s, state.max, call.promote);
-        pack::<W>(&s, &mut p);
-
-        let mut until = call.promote;
-        // Keys behind block j. The last block looks ahead at its own K tile, which stays, and masks all of it.
-        let mut left = work.keys;
-        for block in 0..work.tiles {
-            left = left.saturating_sub(KEYS as u32);
-            if left > 0 {
-                if leader {
-                    shared.k_free(k.stage).arrive();
-                }
-                k.advance();
-                shared.k_full(k.stage).wait(k.parity);
-            }
-
-            // S(j+1) = Q K(j+1)^T beside A += P(j) R(j)
-            shared.v_full(v.stage).wait(v.parity);
-            pin(&mut s);
-            pin(&mut p);
-            pin(&mut state.partial.values);
-            pin(&mut state.partial.ones);
+impl<S: Scores, const STAGES: u32> Consumer<'_, S, STAGES> {
+    /// All key blocks; there is at least one key.
+    #[inline(always)]
+    unsafe fn run<W: Weights, const SMOOTH: bool>(&mut self, state: &mut State) {
+        let (mut a, mut b) = ([0; 32], [0; 32]);
+        // SAFETY: the warpgroup runs this together; registers in flight are pinned until their wait, tiles are read
+        // between their full and free barriers.
+        unsafe {
+            self.shared.q_full().wait(0);
+            self.shared.k_full(self.k.stage()).wait(self.k.parity());
+            pin(&mut a);
             wgmma::fence();
-            S::issue(&mut s, q, shared.k(k.stage));
+            S::issue(&mut a, self.q, self.shared.k(self.k.stage()));
             wgmma::commit();
-            W::issue(&mut state.partial, &p, shared.v(v.stage), !state.fresh);
+            wgmma::wait::<0>();
+            pin(&mut a);
+            let first = self.k;
+            if self.left > KEYS as u32 {
+                self.k.advance();
+                self.shared.k_full(self.k.stage()).wait(self.k.parity());
+                if self.leader {
+                    self.shared.k_free(first.stage()).arrive();
+                }
+            }
+            pin(&mut b);
+            wgmma::fence();
+            S::issue(&mut b, self.q, self.shared.k(self.k.stage()));
             wgmma::commit();
+            while !self.step::<W, SMOOTH, true>(&mut a, &mut b, state) {
+                self.step::<W, SMOOTH, false>(&mut b, &mut a, state);
+            }
+            if SMOOTH {
+                // The means since then.
+                self.shared.means_full(self.means.stage()).wait(self.means.parity());
+                pin(&mut state.partial.values);
+                pin(&mut state.pending);
+                wgmma::fence();
+                state.issue_means(self.shared.means(self.means.stage()), false);
+                wgmma::commit();
+                wgmma::wait::<0>();
+                pin(&mut state.partial.values);
+                for (o, p) in state.out.iter_mut().zip(&state.partial.values) {
+                    *o += *p;
+                }
+            }
+        }
+    }
 
-            // m' = max(m, rowmax S(j+1)), codes of S(j+1) in place, A <- alpha A where a max moved
-            wgmma::wait::<1>();
-            pin(&mut s);
-            if left < KEYS as u32 {
-                mask(&mut s, left);
+    /// From the scores S(j) in `s` to the product with their probabilities. Meanwhile A += P(j-1) R(j-1) and
+    /// `other` = S(j+1) are in flight, and then A += P(j) R(j) and `s` = S(j+2). True behind the last block.
+    #[inline(always)]
+    unsafe fn step<W: Weights, const SMOOTH: bool, const EVEN: bool>(
+        &mut self,
+        s: &mut [u32; 32],
+        other: &mut [u32; 32],
+        state: &mut State,
+    ) -> bool {
+        let shared = self.shared;
+        // SAFETY: as in `run`.
+        unsafe {
+            // m' = max(m, rowmax S(j)), codes of S(j) in place, A <- alpha A where a max moved
+            if self.left < KEYS as u32 {
+                mask(s, self.left);
             }
             let before = state.max;
-            state.raise_max(&s);
-            let next = W::encode(&mut s, state.max, call.promote);
+            state.raise_max(s);
+            let encoded = W::encode(s, state.max, self.call.promote);
             let alpha = if any(before != state.max) { Some(state.rescale::<W>(before)) } else { None };
 
-            // l += r(j), promotion, means
+            let means_read = !EVEN && self.block % MEAN_BLOCKS as u32 == 1 && self.block > 1;
+            let last_k = self.k;
+            let more = self.left > 2 * KEYS as u32;
+            if more {
+                self.k.advance();
+                shared.k_full(self.k.stage()).wait(self.k.parity());
+            }
+            let last_v = self.v;
+            if self.left > 0 {
+                self.v.advance();
+                shared.v_full(self.v.stage()).wait(self.v.parity());
+            }
+
+            // l += r(j-1), promotion, means
             wgmma::wait::<0>();
-            pin(&mut s);
+            pin(other);
+            pin(&mut self.p);
             pin(&mut state.partial.values);
             pin(&mut state.partial.ones);
-            if leader {
-                shared.v_free(v.stage).arrive();
-            }
-            v.advance();
-            until -= 1;
-            let promote = until == 0 || left == 0;
-            if promote {
-                until = call.promote;
-            }
-            state.absorb::<W, SMOOTH>(thread % 4, block, encoded, alpha, promote);
-            encoded = next;
-            if SMOOTH && (block % MEAN_BLOCKS as u32 == MEAN_BLOCKS as u32 - 1 || left == 0) {
-                shared.means_full(slot.stage).wait(slot.parity);
-                state.restore_means(shared.means(slot.stage));
-                if leader {
-                    shared.means_free(slot.stage).arrive();
+            if self.leader {
+                if more {
+                    shared.k_free(last_k.stage()).arrive();
                 }
-                slot.advance();
+                if self.block > 0 {
+                    shared.v_free(last_v.stage()).arrive();
+                }
+                if SMOOTH && means_read {
+                    shared.means_free(self.means.stage()).arrive();
+                }
             }
-            pack::<W>(&s, &mut p);
+            if SMOOTH && means_read {
+                self.means.advance();
+            }
+            self.until -= 1;
+            let promote = self.until == 0 || self.left == 0;
+            if promote {
+                self.until = self.call.promote;
+            }
+            state.absorb::<W, SMOOTH, EVEN>(self.block, alpha, promote);
+            state.encoded = encoded;
+            if EVEN && self.left == 0 {
+                return true;
+            }
+
+            // A += P(j) R(j) and S(j+2) = Q K(j+2)^T; behind the last block once more that one's scores
+            pack::<W>(s, &mut self.p);
+            pin(s);
+            pin(&mut self.p);
+            pin(&mut state.partial.values);
+            pin(&mut state.partial.ones);
+            pin(&mut state.pending);
+            wgmma::fence();
+            W::issue(&mut state.partial, &self.p, shared.v(self.v.stage()), !state.fresh);
+            wgmma::commit();
+            S::issue(s, self.q, shared.k(self.k.stage()));
+            wgmma::commit();
+            if EVEN && SMOOTH && self.block % MEAN_BLOCKS as u32 == 0 && self.block > 0 {
+                // Last, in the full precision of a 16-bit product, and promoted before the next FP8 product.
+                shared.means_full(self.means.stage()).wait(self.means.parity());
+                wgmma::fence();
+                state.issue_means(shared.means(self.means.stage()), true);
+                wgmma::commit();
+                self.until = 1;
+            }
+            self.block += 1;
+            self.left = self.left.saturating_sub(KEYS as u32);
         }
+        false
     }
 }
 
@@ -886,7 +983,20 @@ unsafe fn attention<S: Scores, W: Weights, const STAGES: u32, const SMOOTH: bool
             let work = call.work();
             let mut state = State::new();
             if work.tiles > 0 {
-                consume::<S, W, STAGES, SMOOTH>(&call, &work, &shared, warpgroup, &mut state);
+                let mut consumer = Consumer {
+                    call: &call,
+                    shared: &shared,
+                    q: shared.q(broadcast(warpgroup)),
+                    leader: thread_idx_x() % 32 == 0,
+                    k: Ring::<STAGES>::start(),
+                    v: Ring::before(),
+                    means: Ring::start(),
+                    block: 0,
+                    left: work.keys,
+                    until: 1,
+                    p: [0; 16],
+                };
+                consumer.run::<W, SMOOTH>(&mut state);
             }
             // Anew, so that nothing of it occupies registers during the loop.
             finish::<W>(&call, &call.work(), &state);
