@@ -788,7 +788,9 @@ impl<S: Scores, const STAGES: u32> Consumer<'_, S, STAGES> {
             }
             let before = state.max;
             state.raise_max(s);
-            let encoded = W::encode(s, state.max, self.call.promote);
+            // Two parameters that are not 0: what was learned of one at the end of a loop must not end the other's.
+            let not_zero = if EVEN { self.call.promote } else { self.call.group.get() };
+            let encoded = W::encode(s, state.max, not_zero);
             let alpha = if any(before != state.max) { Some(state.rescale::<W>(before)) } else { None };
 
             let means_read = !EVEN && self.block % MEAN_BLOCKS as u32 == 1 && self.block > 1;
