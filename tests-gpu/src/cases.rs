@@ -136,7 +136,7 @@ fn compare(
 pub fn check(gpu: &Gpu, kernels: &[Kernel], verbose: bool, alive: &dyn Fn()) -> Result<usize> {
     let mut failed = 0;
     for kernel in kernels {
-        println!("{}", kernel.entry.name);
+        println!("{}", kernel.label);
         let variant = Variant::of(kernel.entry.name);
         let mut seed = 0;
         let mut case = |name: &str, shape, lens, gain, call: Call, loose: f64| -> Result<bool> {
@@ -164,9 +164,10 @@ pub fn check(gpu: &Gpu, kernels: &[Kernel], verbose: bool, alive: &dyn Fn()) -> 
         }
         let shape = Shape { batch: 1, q_heads: 2, kv_heads: 2, q: 200, kv: 2500 };
         count(case("peaked, scores 4 times as large", shape, None, 4.0, PLAIN, 0.0)?);
-        for promote in [2, 4, 1000] {
+        // The emulation accumulates exactly; what the hardware loses with the interval was measured.
+        for (promote, loose) in [(2, 0.002), (4, 0.006), (1000, 0.05)] {
             let call = Call { promote, ..PLAIN };
-            count(case(&format!("promotion every {promote}"), shape, None, 1.0, call, 0.0)?);
+            count(case(&format!("promotion every {promote}"), shape, None, 1.0, call, loose)?);
         }
         for (out_type, name, loose) in [(1, "f16", 1e-3), (2, "bf16", 4e-3)] {
             let call = Call { out_type, token_major: true, ..PLAIN };
@@ -238,7 +239,7 @@ fn say(name: &str, good: bool, detail: &str) -> usize {
 pub fn probe(gpu: &Gpu, kernels: &[Kernel], alive: &dyn Fn()) -> Result<()> {
     for kernel in kernels {
         let variant = Variant::of(kernel.entry.name);
-        println!("{}", kernel.entry.name);
+        println!("{}", kernel.label);
         let shape = Shape { batch: 1, q_heads: 1, kv_heads: 1, q: 2 * KEYS, kv: 2 * KEYS };
         let mut problem = Problem::random(shape, None, 1.0, 7);
         for x in &mut problem.k {

@@ -6,14 +6,14 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
-use kernels_gpu::kernels::{Entry, SM90};
+use kernels_gpu::kernels::{Entry, PREPARE, SM90};
 
 use crate::budget::{Budget, Cost};
 use crate::toolchain::Toolchain;
 use crate::{ptx, ptxas, root};
 
-/// Every architecture that PTX is committed for, with the entries that its module holds.
-const ARCHITECTURES: &[(&str, &[Entry])] = &[("sm_90a", SM90)];
+/// Every architecture that PTX is committed for, with the tables of entries that its module holds.
+const ARCHITECTURES: &[(&str, &[&[Entry]])] = &[("sm_90a", &[SM90, PREPARE])];
 
 /// Builds, gates and writes the kernels of every architecture, or compares them with what is committed.
 pub fn run(check: bool) -> Result<()> {
@@ -23,7 +23,8 @@ pub fn run(check: bool) -> Result<()> {
     let scratch = tempfile::tempdir()?;
     let mut budget = Budget { ptxas: ptxas_version(&assembler)?, kernels: BTreeMap::new() };
 
-    for (arch, entries) in ARCHITECTURES {
+    for (arch, tables) in ARCHITECTURES {
+        let entries = &tables.concat();
         let name = format!("vc_attention.{arch}.ptx");
         let text = ptx::finish(&toolchain.build(root(), arch)?, &toolchain.version, entries)?;
         let fresh = scratch.path().join(&name);
