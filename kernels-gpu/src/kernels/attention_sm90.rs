@@ -826,6 +826,16 @@ impl<S: Scores, const STAGES: u32> Consumer<'_, S, STAGES> {
             if SMOOTH && means_read {
                 self.means.advance();
             }
+            let done = EVEN && self.left == 0;
+            // S(j+2) = Q K(j+2)^T; behind the last block once more that one's scores
+            pack::<W>(s, &mut self.p);
+            if !done {
+            pin(s);
+            pin(&mut self.p);
+            wgmma::fence();
+            S::issue(s, self.q, shared.k(self.k.stage()));
+            wgmma::commit();
+            }
             self.until -= 1;
             let promote = self.until == 0 || self.left == 0;
             if promote {
@@ -833,21 +843,15 @@ impl<S: Scores, const STAGES: u32> Consumer<'_, S, STAGES> {
             }
             state.absorb::<W, SMOOTH, EVEN>(self.block, alpha, promote);
             state.encoded = encoded;
-            if EVEN && self.left == 0 {
+            if done {
+                wgmma::wait::<0>();
                 return true;
             }
-
-            // A += P(j) R(j) and S(j+2) = Q K(j+2)^T; behind the last block once more that one's scores
-            pack::<W>(s, &mut self.p);
-            pin(s);
-            pin(&mut self.p);
             pin(&mut state.partial.values);
             pin(&mut state.partial.ones);
             pin(&mut state.pending);
             wgmma::fence();
             W::issue(&mut state.partial, &self.p, shared.v(self.v.stage()), !state.fresh);
-            wgmma::commit();
-            S::issue(s, self.q, shared.k(self.k.stage()));
             wgmma::commit();
             if EVEN && SMOOTH && self.block % MEAN_BLOCKS as u32 == 0 && self.block > 0 {
                 // Last, in the full precision of a 16-bit product, and promoted before the next FP8 product.
