@@ -90,7 +90,7 @@ pub fn run_on_order<B: Backend>(
     order: B::Order,
 ) -> Result<Run<B>> {
     let start = Instant::now();
-    let q = backend.prepare_q(plan, problem)?;
+    let q = backend.prepare_q(plan, problem, &order)?;
     let k = backend.prepare_k(plan, problem, &order, &q)?;
     let v = backend.prepare_v(plan, problem, &order)?;
     let prepare = start.elapsed();

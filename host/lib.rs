@@ -13,6 +13,7 @@ pub mod error;
 pub mod fidelity;
 pub mod grouping;
 pub mod io;
+pub mod outliers;
 pub mod plan;
 pub mod problem;
 pub mod recipe;

@@ -1,6 +1,8 @@
 //! A call whose problem and recipe were checked against each other, with every open choice decided.
 
-use crate::error::Result;
+use kernels_gpu::numerics::hadamard;
+
+use crate::error::{Error, Result};
 use crate::problem::{Problem, Shape};
 use crate::recipe::{QkFormat, Recipe, ScoreType};
 use crate::tensor::DType;
@@ -53,7 +55,8 @@ impl Plan {
         recipe.validate()?;
         let shape = problem.validate()?;
         let d = shape.head_dim;
-        let qk_dim = if recipe.rotate_qk { d.next_power_of_two() } else { d };
+        let rotated = d.next_power_of_two().max(hadamard::MIN_LEN);
+        let qk_dim = if recipe.rotate_qk { rotated } else { d };
         let dtype = match options.output {
             OutputType::Input => problem.q.dtype(),
             OutputType::F32 => DType::F32,
@@ -65,8 +68,38 @@ impl Plan {
             options,
             dtype,
             qk_dim: qk_dim.next_multiple_of(k_step(recipe.qk)),
-            v_dim: if recipe.rotate_v { d.next_power_of_two() } else { d },
+            v_dim: if recipe.rotate_v { rotated } else { d },
         })
+    }
+
+    /// Whether the stages may run on `problem`: its shapes are the planned ones and its lengths lie inside them.
+    /// The tensors' values may differ, as they do from one denoising step to the next.
+    ///
+    /// # Errors
+    /// The first tensor that does not fit.
+    pub fn check(&self, problem: &Problem) -> Result<()> {
+        let Shape { batch, q_heads, kv_heads, q_tokens, kv_tokens, head_dim } = self.shape;
+        let q = [batch, q_heads, q_tokens, head_dim];
+        let kv = [batch, kv_heads, kv_tokens, head_dim];
+        for (tensor, view, planned) in [("q", problem.q, q), ("k", problem.k, kv), ("v", problem.v, kv)] {
+            if view.shape() != planned {
+                return Err(Error::Tensor {
+                    tensor,
+                    expected: format!("the planned shape {planned:?}"),
+                    given: format!("shape {:?}", view.shape()),
+                });
+            }
+        }
+        match problem.kv_lens {
+            Some(lens) if lens.len() != batch || lens.iter().any(|&len| len > kv_tokens) => {
+                Err(Error::Tensor {
+                    tensor: "kv_lens",
+                    expected: format!("{batch} lengths of at most {kv_tokens}"),
+                    given: format!("{lens:?}"),
+                })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Channels after which the Tensor Core rounds its accumulator, where that is narrower than f32.

@@ -65,14 +65,14 @@ impl Synth {
             seed,
             constant: 0.06,
             smooth: 0.17,
-            class: 0.34,
+            class: 0.294,
             classes: 16,
         }
     }
 
     /// Wan2.2 at 720p and 81 frames: 21 x 45 x 80 = 75,600 tokens of 128 channels.
     pub fn wan(seed: u64) -> Self {
-        Self { grid: [21, 45, 80], constant: 0.066, class: 0.297, classes: 64, ..Self::small(seed) }
+        Self { grid: [21, 45, 80], constant: 0.066, class: 0.266, classes: 64, ..Self::small(seed) }
     }
 
     /// Number of tokens.

@@ -1,5 +1,5 @@
 //! Writes small valid inputs into `fuzz/corpus`, for the fuzzer to start from:
-//! `cargo run --manifest-path fuzz/Cargo.toml --example seeds`.
+//! `cargo +nightly run --manifest-path fuzz/Cargo.toml --example seeds`.
 
 use std::collections::BTreeMap;
 use std::error::Error;

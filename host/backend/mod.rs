@@ -1,8 +1,10 @@
 //! Where a plan runs: the same stages behind one small trait, so that any stage can be compared across backends.
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::plan::Plan;
 use crate::problem::Problem;
 use crate::tensor::Tensor;
@@ -52,11 +54,11 @@ pub trait Backend {
     /// When the order needs something that the problem lacks (the grid of a cube order).
     fn group(&self, plan: &Plan, problem: &Problem, warm: Option<&Self::Order>) -> Result<Self::Order>;
 
-    /// Rotates, centres and quantizes Q.
+    /// Rotates, centres and quantizes Q. Q does not depend on the order; a backend may keep its operands with it.
     ///
     /// # Errors
     /// Of the device.
-    fn prepare_q(&self, plan: &Plan, problem: &Problem) -> Result<Self::Q>;
+    fn prepare_q(&self, plan: &Plan, problem: &Problem, order: &Self::Order) -> Result<Self::Q>;
 
     /// Gathers, centres, rotates and quantizes K. The scale per head of E4M3 depends on the one of Q.
     ///
@@ -79,4 +81,13 @@ pub trait Backend {
 
     /// Share of the value energy that the block means hold, averaged over the blocks; absent without demeaning.
     fn mean_share(&self, v: &Self::V) -> Option<f64>;
+}
+
+/// Finite inputs whose products leave f32 must not come back as NaN without a word: `o` is row-major of `shape`
+/// [batch, heads, tokens, dim].
+fn check_finite_output(o: &[f32], shape: [usize; 4]) -> Result<()> {
+    let Some(at) = o.iter().position(|x| !x.is_finite()) else { return Ok(()) };
+    let [_, h, n, d] = shape;
+    let position = [at / (d * n * h), at / (d * n) % h, at / d % n, at % d];
+    Err(Error::NonFinite { tensor: "o", position, value: o[at] })
 }

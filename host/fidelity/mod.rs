@@ -14,7 +14,7 @@ pub struct Metrics {
     pub rel_l2: f64,
     /// |o - o_ref|^2 / |o_ref|^2, the paper's rMSE.
     pub rmse: f64,
-    /// Cosine of the angle between the two outputs as vectors.
+    /// Cosine of the angle between the two outputs as vectors; 1 when both are zero, 0 when one is.
     pub cosine: f64,
     /// 20 log10(max |o_ref| / sqrt(mean (o - o_ref)^2)) in dB; infinite for equal outputs.
     pub psnr_db: f64,
@@ -43,8 +43,9 @@ pub fn compare(o: &TensorView, reference: &[f64]) -> Metrics {
             energy += r * r;
             energy_o += o * o;
             dot += o * r;
+            let distance = (o - r).abs();
             // A NaN must win over every number.
-            max_abs = if (o - r).abs() <= max_abs { max_abs } else { (o - r).abs() };
+            max_abs = if distance > max_abs || distance.is_nan() { distance } else { max_abs };
             peak = peak.max(r.abs());
         }
     }
@@ -53,8 +54,12 @@ pub fn compare(o: &TensorView, reference: &[f64]) -> Metrics {
     Metrics {
         rel_l2: rmse.sqrt(),
         rmse,
-        cosine: if energy == 0.0 && energy_o == 0.0 { 1.0 } else { dot / (energy.sqrt() * energy_o.sqrt()) },
-        psnr_db: 20.0 * (peak / mean.sqrt()).log10(),
+        cosine: match (energy == 0.0, energy_o == 0.0) {
+            (true, true) => 1.0,
+            (false, false) => dot / (energy.sqrt() * energy_o.sqrt()),
+            _ => 0.0,
+        },
+        psnr_db: if error == 0.0 { f64::INFINITY } else { 20.0 * (peak / mean.sqrt()).log10() },
         max_abs,
     }
 }

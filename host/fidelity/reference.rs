@@ -6,7 +6,7 @@ use crate::backend::cpu::{Matrix, Write, multiply};
 use crate::problem::{Problem, Shape};
 
 /// Query rows that share one pass over the keys.
-const ROWS: usize = 32;
+const ROWS: usize = 64;
 
 /// Output and log-sum-exp in f64.
 #[derive(Clone, Debug, PartialEq)]
@@ -58,7 +58,7 @@ pub struct Operands<'a> {
     pub v_dim: usize,
 }
 
-/// softmax(scale q k^T) v of one head into `o` [tokens, v_dim] and `lse` [tokens].
+/// softmax(scale q k^T) v of one head into `o`, [tokens, v_dim], and `lse`, one a token.
 pub fn attention_head(x: Operands, scale: f64, o: &mut [f64], lse: &mut [f64]) {
     let keys = x.v.len() / x.v_dim;
     let tiles = o.par_chunks_mut(ROWS * x.v_dim).zip(lse.par_chunks_mut(ROWS)).enumerate();

@@ -13,7 +13,8 @@ use crate::tensor::Elements;
 ///
 /// o - o_q = (P - P_q) V + P_q (V - V_q) is the paper's Eq. 2; the same difference is also
 /// (P - P_q) V_q + P (V - V_q). The two parts of a decomposition are nearly orthogonal, so their squares nearly
-/// add up to the square of the whole.
+/// add up to the square of the whole. P_q V stands for what the kernel makes of unquantized values: where block
+/// means are restored from row sums, P_q weighs the residual only.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ErrorSources {
     /// The whole: against unquantized attention in f64.
@@ -39,13 +40,13 @@ pub fn error_sources(problem: &Problem, recipe: &Recipe, reference: &Reference) 
     let options = Options { output: OutputType::F32, lse: false };
     let plan = Plan::new(problem, recipe, options)?;
     let order = Cpu.group(&plan, problem, None)?;
-    let q = Cpu.prepare_q(&plan, problem)?;
+    let q = Cpu.prepare_q(&plan, problem, &order)?;
     let k = Cpu.prepare_k(&plan, problem, &order, &q)?;
     let v = Cpu.prepare_v(&plan, problem, &order)?;
     let quantized = values(&Cpu.attend(&plan, problem, &q, &k, &v)?.o);
 
     // The same probabilities on unquantized values.
-    let exact_v = Recipe { v: VFormat::F32, demean: false, rotate_v: false, ..recipe.clone() };
+    let exact_v = Recipe { v: VFormat::F32, ..recipe.clone() };
     let exact_v = Plan::new(problem, &exact_v, options)?;
     let v_exact = Cpu.prepare_v(&exact_v, problem, &order)?;
     let pq_v = values(&Cpu.attend(&exact_v, problem, &q, &k, &v_exact)?.o);

@@ -103,3 +103,30 @@ fn place(v: &[f32], dim: usize, centroids: &[f32], mut bid: Vec<Bid>, mut room: 
         waiting = left;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_rounded_by_largest_remainder() {
+        let rounded = |mut sizes: Vec<usize>| {
+            round_sizes(&mut sizes);
+            sizes
+        };
+        assert_eq!(rounded(vec![128, 256]), [128, 256]);
+        assert_eq!(rounded(vec![100, 28]), [128, 0]);
+        assert_eq!(rounded(vec![64, 64, 128]), [128, 0, 128], "the lower cluster at equal remainders");
+        assert_eq!(rounded(vec![300, 90, 130]), [256 + 8, 128, 128], "the rest goes to the largest");
+        assert_eq!(rounded(vec![3, 4]), [7, 0], "fewer tokens than a block");
+    }
+
+    #[test]
+    fn those_stay_who_would_lose_most() {
+        // Centroids 0 and 10; all tokens are nearer to 0, which has room for two.
+        let v = [4.0, 1.0, 3.0, 2.0];
+        let centroids = [0.0, 10.0];
+        let labels = place(&v, 1, &centroids, all_bids(&v, 1, &centroids), vec![2, 2]);
+        assert_eq!(labels, [1, 0, 1, 0]);
+    }
+}

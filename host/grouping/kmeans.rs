@@ -73,3 +73,43 @@ pub(super) fn update(v: &[f32], dim: usize, labels: &[u16], centroids: &mut [f32
 fn add(to: &mut [f32], from: &[f32]) {
     to.iter_mut().zip(from).for_each(|(to, from)| *to += from);
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn seeds_are_one_token_of_each_stratum() {
+        // Every token's value is its own number.
+        for (tokens, k) in [(1, 1), (7, 7), (100, 7), (75_600, 128), (1000, 1000)] {
+            let v: Vec<f32> = (0..tokens).map(|token| token as f32).collect();
+            for s in [0, 1, u64::MAX, 1 << 32] {
+                for (j, token) in seed(&v, 1, k, s).into_iter().enumerate() {
+                    assert!((j * tokens / k..(j + 1) * tokens / k).contains(&(token as usize)));
+                }
+            }
+            if tokens > k {
+                assert_ne!(seed(&v, 1, k, 0), seed(&v, 1, k, 1));
+                assert_ne!(seed(&v, 1, k, 0), seed(&v, 1, k, 1 << 32), "both words of the seed count");
+            }
+        }
+    }
+
+    #[test]
+    fn the_hash_wraps_and_spreads() {
+        // The finalizer maps 0 to 0, at every stage.
+        assert_eq!(hash(0, 0x61C8_8647), 0, "0x61C88647 + 0x9E3779B9 = 2^32");
+        let mean = (0..1024).map(|j| f64::from(hash(7, j)) / 2f64.powi(32)).sum::<f64>() / 1024.0;
+        assert!((mean - 0.5).abs() < 0.03, "{mean}");
+    }
+
+    #[test]
+    fn sums_are_taken_in_runs_of_128_members() {
+        // 1 + 2^-24 rounds to 1, the first run stays there; the second run adds up to 2^-17 on its own.
+        let mut v = vec![2f32.powi(-24); 256];
+        v[0] = 1.0;
+        let mut mean = [0.0];
+        update(&v, 1, &[0; 256], &mut mean);
+        assert_eq!(mean[0], (1.0 + 2f32.powi(-17)) / 256.0);
+    }
+}

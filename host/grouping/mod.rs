@@ -25,6 +25,9 @@ pub const BLOCK: usize = kernels_gpu::layout::VALUE_BLOCK;
 /// Largest number of clusters of a k-means.
 pub const MAX_CLUSTERS: usize = 1024;
 
+/// Tokens of a cluster of `kmeans`, at least, when no number of clusters is given.
+pub const TOKENS_PER_CLUSTER: usize = 64;
+
 /// Iterations of a k-means from a cold start.
 pub const COLD_ITERATIONS: usize = 4;
 
@@ -89,9 +92,12 @@ pub struct Grouping {
     pub iterations: usize,
 }
 
-/// Number of clusters for a head of `tokens` valid tokens when none is given.
+/// Number of clusters of the k-means for a head of `tokens` valid tokens when none is given: one for 64 tokens,
+/// at most 128 (`docs/grouping.md` has the sweep that this comes from).
+///
+/// The order `rounded` has one for each block instead and at most 256, `balanced` one for each block.
 pub fn default_clusters(tokens: usize) -> usize {
-    (tokens / 256).clamp(1, 64)
+    (tokens / TOKENS_PER_CLUSTER).clamp(1, 128)
 }
 
 /// Orders the value tokens of one head.
@@ -177,7 +183,11 @@ fn clusters(tokens: usize, dim: usize, config: &GroupingConfig, warm: Option<&[f
         }
         (_, given) => given,
     };
-    let cold = wanted.unwrap_or_else(|| default_clusters(tokens)).min(tokens);
+    let default = match config.order {
+        TokenOrder::Rounded => (tokens / BLOCK).clamp(1, 256),
+        _ => default_clusters(tokens),
+    };
+    let cold = wanted.unwrap_or(default).min(tokens);
     if cold > 1 << 16 {
         return option("clusters", "at most 65536 blocks with the order `balanced`".into(), cold);
     }

@@ -49,3 +49,36 @@ pub(super) fn renumber(path: &[u16], labels: &mut [u16], centroids: &mut Vec<f32
     labels.iter_mut().for_each(|label| *label = number[usize::from(*label)]);
     *centroids = path.iter().flat_map(|&old| &centroids[usize::from(old) * dim..][..dim]).copied().collect();
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clusters_on_a_line_come_in_its_order() {
+        let centroids = [5.0, 1.0, 9.0, 3.0, -4.0, 7.0, 100.0];
+        let mut occupied = [true; 7];
+        occupied[3] = false;
+        let path = tour(&centroids, 1, &occupied);
+        assert_eq!(path, [4, 1, 0, 5, 2, 6, 3]);
+    }
+
+    #[test]
+    fn renumbering_keeps_every_token_with_its_centroid() {
+        let (mut labels, mut centroids) = (vec![2, 0, 1, 2], vec![0.0, 0.5, 1.0, 1.5, 2.0, 2.5]);
+        let before: Vec<Vec<f32>> =
+            labels.iter().map(|&l| centroids[usize::from(l) * 2..][..2].to_vec()).collect();
+        renumber(&[1, 2, 0], &mut labels, &mut centroids, 2);
+        assert_eq!(labels, [1, 2, 0, 1]);
+        let after: Vec<Vec<f32>> =
+            labels.iter().map(|&l| centroids[usize::from(l) * 2..][..2].to_vec()).collect();
+        assert_eq!(before, after);
+    }
+
+    #[test]
+    fn centroids_that_are_not_numbers_still_give_a_permutation() {
+        let mut path = tour(&[f32::NAN, 1.0, f32::INFINITY, 2.0], 1, &[true; 4]);
+        path.sort_unstable();
+        assert_eq!(path, [0, 1, 2, 3]);
+    }
+}

@@ -1,6 +1,6 @@
 //! The recipes of VC-Attention (arXiv 2609.15810) and ours on top of it.
 
-use kernels_gpu::numerics::expcast::PACKED_BETA;
+pub use kernels_gpu::numerics::expcast::PACKED_BETA;
 
 use super::*;
 

@@ -10,7 +10,17 @@
 //! - [`numerics`]: what happens to values: ExpCast, exp2, Hadamard, RoPE, means, code units.
 //! - [`layout`]: where values lie: token order inside 16, swizzle, tile sizes, scale groups.
 #![no_std]
-#![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, asm_experimental_arch))]
+#![cfg_attr(
+    target_arch = "nvptx64",
+    feature(abi_ptx, asm_experimental_arch, link_llvm_intrinsics, stdarch_nvptx)
+)]
+#![cfg_attr(
+    target_arch = "nvptx64",
+    expect(
+        internal_features,
+        reason = "link_llvm_intrinsics: no stable way to a convergent operation, see ptx::collective"
+    )
+)]
 
 pub mod formats;
 pub mod kernels;

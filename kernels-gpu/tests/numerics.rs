@@ -280,24 +280,3 @@ fn code_unit_factors_turn_dot_products_into_code_units() {
     assert_eq!(units::code_unit_factor(0.0), 0.0);
     assert_relative_eq!(units::PER_NAT * units::NATS, 1.0, max_relative = 1e-6);
 }
-
-#[test]
-fn balance_of_what_has_no_size_is_one() {
-    for (q, k) in [(0.0, 1.0), (1.0, 0.0), (f32::NAN, 1.0), (1.0, f32::INFINITY), (-1.0, 1.0)] {
-        assert_eq!(units::balance(q, k), 1.0);
-    }
-    assert_eq!(units::balance(1.0, 1.0), 1.0);
-    assert_eq!(units::balance(1.0, 16.0), 4.0);
-    assert_eq!(units::balance(64.0, 1.0), 0.125);
-}
-
-proptest! {
-    #[test]
-    fn balance_brings_the_maxima_within_a_factor_of_two(q in -80f32..80.0, k in -80f32..80.0) {
-        let (q, k) = (q.exp2(), k.exp2());
-        let t = units::balance(q, k);
-        prop_assert_eq!(t.to_bits() & 0x7F_FFFF, 0, "a power of two");
-        let quotient = f64::from(q) * f64::from(t) / (f64::from(k) / f64::from(t));
-        prop_assert!(quotient > 0.5 && quotient <= 2.0, "{}", quotient);
-    }
-}

@@ -3,7 +3,10 @@
 //! An operand holds *codes*: the values that the low-bit format can represent, as f32 (every one of them is
 //! exact in f32, and so is every product that the matrix unit forms of two), with the scales beside them.
 
+use std::ops::Range;
+
 use kernels_gpu::formats::{e4m3, f16, int8, nvfp4};
+use kernels_gpu::kernels::head_balance;
 use kernels_gpu::layout::{self, scale_groups};
 use kernels_gpu::numerics::{hadamard, mean, units};
 
@@ -19,21 +22,20 @@ pub const BLOCK: usize = layout::KEY_TILE;
 pub struct QHead {
     /// Codes, [q_tokens, qk_dim].
     pub codes: Vec<f32>,
-    /// Factor of every row that turns products of codes into code units; empty where the codes carry it.
+    /// Factor of every row that turns products of codes into code units; empty where the codes carry it, which
+    /// f16 scores need.
     pub factor: Vec<f32>,
     /// Mean of every 128 rows, [blocks, qk_dim], where the recipe subtracts it.
     pub block_means: Vec<f32>,
     /// Rows that hold a NaN or an infinity (quantized as zeros; their output is NaN).
     pub nonfinite: Vec<bool>,
-    /// Whether a value left the range of the format, so that f16 scores cannot be used.
-    pub saturated: bool,
 }
 
 /// Quantized keys of one head, in the order of the grouping.
 pub struct KHead {
     /// Codes, [kv_len, qk_dim].
     pub codes: Vec<f32>,
-    /// Factor of every key; empty where it is one.
+    /// Factor of every key; empty where it is one, which f16 scores need.
     pub factor: Vec<f32>,
     /// Centred and rotated keys before quantization, [kv_len, qk_dim], where Q's block means need them.
     pub unquantized: Vec<f32>,
@@ -41,8 +43,6 @@ pub struct KHead {
     pub mean: Vec<f32>,
     /// Whether a valid key holds a NaN or an infinity.
     pub nonfinite: bool,
-    /// Whether a value left the range of the format.
-    pub saturated: bool,
 }
 
 /// Quantized values of one head, in the order of the grouping.
@@ -59,14 +59,24 @@ pub struct VHead {
     pub nonfinite: bool,
 }
 
-/// Power of two that brings the largest |q| of a group near 16 in code units, so that E4M3, whose normal range
-/// starts at 2^-6, serves heads of any magnitude; K carries its inverse.
-pub fn balance(plan: &Plan, amax_q: f32) -> f32 {
-    let amax = amax_q * units::code_unit_factor(plan.scale);
-    if plan.recipe.qk != QkFormat::E4m3PerHead || !amax.is_normal() {
+/// Power of two on the queries of a group in E4M3, K carries its inverse; see [`head_balance`]. It looks at the
+/// first rows of every query head, as they come, so that a GPU need not read Q twice.
+pub fn balance(plan: &Plan, problem: &Problem, batch: usize, heads: Range<usize>) -> f32 {
+    if plan.recipe.qk != QkFormat::E4m3PerHead {
         return 1.0;
     }
-    (4.0 - amax.log2().floor()).clamp(-60.0, 60.0).exp2()
+    let rows = plan.shape.q_tokens.min(head_balance::ROWS as usize);
+    let mut row = vec![0.0f32; plan.shape.head_dim];
+    let mut amax = 0.0f32;
+    for head in heads {
+        for token in 0..rows {
+            problem.q.read_row(batch, head, token, &mut row);
+            if all_finite(&row) {
+                amax = row.iter().fold(amax, |a, x| a.max(x.abs()));
+            }
+        }
+    }
+    head_balance::of_amax(amax * units::code_unit_factor(plan.scale))
 }
 
 /// Q before quantization: rows that are not finite zeroed, zero-padded, rotated.
@@ -87,14 +97,8 @@ pub fn load_q(plan: &Plan, problem: &Problem, batch: usize, head: usize) -> (Vec
     (x, nonfinite)
 }
 
-/// Quantizes what [`load_q`] returned. `scores` is the accumulator that this head runs with and `balance` its
-/// group's [`balance`].
-pub fn quantize_q(
-    plan: &Plan,
-    (mut x, nonfinite): (Vec<f32>, Vec<bool>),
-    scores: ScoreType,
-    balance: f32,
-) -> QHead {
+/// Quantizes what [`load_q`] returned; `balance` is its group's [`balance`].
+pub fn quantize_q(plan: &Plan, (mut x, nonfinite): (Vec<f32>, Vec<bool>), balance: f32) -> QHead {
     let dim = plan.qk_dim;
     let mut block_means = Vec::new();
     if plan.recipe.center_q {
@@ -107,19 +111,19 @@ pub fn quantize_q(
     }
     let units = plan.scale * units::PER_NAT;
     let side = (units::code_unit_factor(plan.scale) * balance).copysign(plan.scale);
-    let (factor, saturated) = match (plan.recipe.qk, scores) {
-        (QkFormat::F32, _) => {
+    let factor = match plan.recipe.qk {
+        QkFormat::F32 => {
             vectorized(|| x.iter_mut().for_each(|x| *x *= units));
-            (Vec::new(), false)
+            Vec::new()
         }
-        (format, ScoreType::F16) => (Vec::new(), round_in_code_units(&mut x, format, side)),
-        (format, ScoreType::F32) => {
+        format if in_code_units(plan) => round_in_code_units(&mut x, dim, format, side),
+        format => {
             let mut factor = quantize_rows(&mut x, dim, format, scale_groups::q_group);
             factor.iter_mut().for_each(|f| *f *= units);
-            (factor, false)
+            factor
         }
     };
-    QHead { codes: x, factor, block_means, nonfinite, saturated }
+    QHead { codes: x, factor, block_means, nonfinite }
 }
 
 /// Quantizes the keys of one head. `order` maps a position to its token and covers the valid tokens.
@@ -128,20 +132,13 @@ pub fn k_head(
     problem: &Problem,
     [batch, head]: [usize; 2],
     order: &[u32],
-    scores: ScoreType,
     balance: f32,
 ) -> KHead {
     let (d, dim) = (plan.shape.head_dim, plan.qk_dim);
     let tokens = problem.k.read_head(batch, head, order.len());
     let nonfinite = !all_finite(&tokens);
-    let mut k = KHead {
-        codes: Vec::new(),
-        factor: Vec::new(),
-        unquantized: Vec::new(),
-        mean: Vec::new(),
-        nonfinite,
-        saturated: false,
-    };
+    let mut k =
+        KHead { codes: Vec::new(), factor: Vec::new(), unquantized: Vec::new(), mean: Vec::new(), nonfinite };
     if nonfinite || order.is_empty() {
         return k;
     }
@@ -162,13 +159,13 @@ pub fn k_head(
     if plan.recipe.center_q {
         k.unquantized = x.clone();
     }
-    match (plan.recipe.qk, scores) {
-        (QkFormat::F32, _) => {}
-        (format, ScoreType::F16) => {
-            k.saturated = round_in_code_units(&mut x, format, units::code_unit_factor(plan.scale) / balance);
+    k.factor = match plan.recipe.qk {
+        QkFormat::F32 => Vec::new(),
+        format if in_code_units(plan) => {
+            round_in_code_units(&mut x, dim, format, units::code_unit_factor(plan.scale) / balance)
         }
-        (format, ScoreType::F32) => k.factor = quantize_rows(&mut x, dim, format, scale_groups::k_group),
-    }
+        format => quantize_rows(&mut x, dim, format, scale_groups::k_group),
+    };
     k.codes = x;
     k
 }
@@ -221,11 +218,10 @@ pub fn v_head(plan: &Plan, problem: &Problem, [batch, head]: [usize; 2], order: 
             }
         });
     }
-    let head_amax = amax.iter().copied().fold(0.0, f32::max);
     v.scale = match plan.recipe.v {
         VFormat::F32 | VFormat::Nvfp4 => vec![1.0; dim],
         VFormat::E4m3PerChannel => amax.iter().zip(&amax_mean).map(|(&a, &m)| v_scale(a, m)).collect(),
-        VFormat::E4m3PerHead => vec![v_scale(head_amax, amax_mean.iter().copied().fold(0.0, f32::max)); dim],
+        VFormat::E4m3PerHead => vec![v_scale(self::amax(&amax), self::amax(&amax_mean)); dim],
     };
     // The residual is taken against the mean as it is stored, so that restoring it is exact.
     if plan.recipe.demean {
@@ -246,7 +242,11 @@ pub fn v_head(plan: &Plan, problem: &Problem, [batch, head]: [usize; 2], order: 
                 row.iter_mut().zip(&v.scale).for_each(|(x, s)| *x = e4m3::round(*x / s));
             }
         }),
-        VFormat::Nvfp4 => nvfp4_along_tokens(&mut x, dim, nvfp4::tensor_scale(head_amax)),
+        // The means are stored unscaled here and may be far from what was subtracted in the search for maxima.
+        VFormat::Nvfp4 => {
+            let tensor_scale = nvfp4::tensor_scale(self::amax(&x));
+            nvfp4_along_tokens(&mut x, dim, tensor_scale);
+        }
     }
     v.codes = x;
     v
@@ -258,25 +258,34 @@ fn v_scale(amax_residual: f32, amax_mean: f32) -> f32 {
     if s > 0.0 { s } else { 1.0 }
 }
 
-/// FP16 or E4M3 of `x * side`; says whether a value left the format's range.
-fn round_in_code_units(x: &mut [f32], format: QkFormat, side: f32) -> bool {
-    let limit = if format == QkFormat::F16 { 65504.0 } else { e4m3::MAX };
+/// Whether the codes of Q and K carry the scale, so that their products are code units.
+fn in_code_units(plan: &Plan) -> bool {
+    plan.recipe.qk == QkFormat::F16 || plan.recipe.scores == ScoreType::F16
+}
+
+/// FP16 or E4M3 of `x * side`. A head that leaves the format's range is brought back by a power of two, which
+/// then is every row's factor; no factors otherwise.
+fn round_in_code_units(x: &mut [f32], dim: usize, format: QkFormat, side: f32) -> Vec<f32> {
+    let limit = if format == QkFormat::F16 { f16::MAX } else { e4m3::MAX };
+    let amax = f64::from(amax(x)) * f64::from(side.abs());
+    let excess = (amax / f64::from(limit)).log2().ceil().max(0.0).exp2();
+    let side = (f64::from(side) / excess) as f32;
+    vectorized(|| match format {
+        QkFormat::F16 => x.iter_mut().for_each(|x| *x = f16::round(*x * side)),
+        _ => x.iter_mut().for_each(|x| *x = e4m3::round(*x * side)),
+    });
+    if excess > 1.0 { vec![excess as f32; x.len() / dim] } else { Vec::new() }
+}
+
+/// Largest magnitude.
+fn amax(x: &[f32]) -> f32 {
     vectorized(|| {
-        let mut amax = 0.0f32;
-        if format == QkFormat::F16 {
-            x.iter_mut().for_each(|x| {
-                let scaled = *x * side;
-                amax = amax.max(scaled.abs());
-                *x = f16::round(scaled);
-            });
-        } else {
-            x.iter_mut().for_each(|x| {
-                let scaled = *x * side;
-                amax = amax.max(scaled.abs());
-                *x = e4m3::round(scaled);
-            });
+        let (chunks, tail) = x.as_chunks::<16>();
+        let mut lanes = [0.0f32; 16];
+        for chunk in chunks {
+            lanes.iter_mut().zip(chunk).for_each(|(a, x)| *a = a.max(x.abs()));
         }
-        amax > limit
+        lanes.iter().chain(tail).fold(0.0f32, |a, x| a.max(x.abs()))
     })
 }
 
@@ -290,28 +299,18 @@ fn quantize_rows(x: &mut [f32], dim: usize, format: QkFormat, int8_group: fn(usi
         QkFormat::E4m3PerHead | QkFormat::F16 | QkFormat::Nvfp4 | QkFormat::F32 => &|_| 0,
     };
     let groups = (0..rows).map(group).max().map_or(0, |g| g + 1);
-    let mut amax = vec![0.0f32; groups];
-    vectorized(|| {
-        for (row, x) in x.chunks_exact(dim).enumerate() {
-            let a = &mut amax[group(row)];
-            *a = x.iter().fold(*a, |a, x| a.max(x.abs()));
-        }
-    });
-    let scale: Vec<f32> = amax
+    let mut largest = vec![0.0f32; groups];
+    for (row, x) in x.chunks_exact(dim).enumerate() {
+        let a = &mut largest[group(row)];
+        *a = a.max(amax(x));
+    }
+    let scale: Vec<f32> = largest
         .iter()
         .map(|&amax| match format {
             QkFormat::Int8 => int8::scale(amax),
             QkFormat::E4m3PerBlock | QkFormat::E4m3PerHead => amax / e4m3::MAX,
             QkFormat::Nvfp4 => nvfp4::tensor_scale(amax),
-            // A power of two that keeps the head inside binary16, for heads beyond the range of f16 scores.
-            QkFormat::F16 => {
-                if amax.is_normal() {
-                    (amax.log2().floor() - 14.0).exp2()
-                } else {
-                    1.0
-                }
-            }
-            QkFormat::F32 => 1.0,
+            QkFormat::F16 | QkFormat::F32 => 1.0,
         })
         .collect();
     vectorized(|| {

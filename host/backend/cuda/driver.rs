@@ -102,7 +102,8 @@ impl Device {
     pub fn new(ordinal: usize) -> Result<Arc<Self>> {
         if !driver_present() {
             return Err(Error::Device {
-                reason: "no CUDA driver was found (libcuda): install NVIDIA's driver, or use the CPU backend".into(),
+                reason: "no CUDA driver was found (libcuda): install NVIDIA's driver, or use the CPU backend"
+                    .into(),
             });
         }
         let context = CudaContext::new(ordinal).map_err(|e| failed(&format!("opening GPU {ordinal}"), e))?;
@@ -117,19 +118,28 @@ impl Device {
         let driver_call = |doing: &'static str| move |e| failed(doing, e);
         context.bind_to_thread().map_err(driver_call("entering the context"))?;
         let name = context.name().map_err(driver_call("reading the GPU's name"))?;
-        let capability = context.compute_capability().map_err(driver_call("reading the compute capability"))?;
+        let capability =
+            context.compute_capability().map_err(driver_call("reading the compute capability"))?;
         let multiprocessors = context
             .attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
             .map_err(driver_call("reading the number of multiprocessors"))?;
         let mut driver = 0;
         // SAFETY: writes one integer.
-        unsafe { sys::cuDriverGetVersion(&mut driver) }.result().map_err(driver_call("reading the driver's version"))?;
+        unsafe { sys::cuDriverGetVersion(&mut driver) }
+            .result()
+            .map_err(driver_call("reading the driver's version"))?;
         let image = super::embedded::for_capability(capability)
             .ok_or_else(|| Error::Device { reason: super::embedded::not_covered(&name, capability) })?;
         let start = Instant::now();
-        let module = load(image, driver)?;
+        let module = load(&image, driver)?;
         let load_time = start.elapsed();
-        let functions = image.entries.iter().map(|&entry| function(module, entry)).collect::<Result<_>>()?;
+        let functions = image
+            .entries
+            .iter()
+            .copied()
+            .flatten()
+            .map(|&entry| function(module, entry))
+            .collect::<Result<_>>()?;
         Ok(Arc::new(Self {
             context,
             name,
@@ -180,7 +190,10 @@ impl Device {
     /// A kernel by the name of its entry.
     pub(super) fn function(&self, name: &str) -> Result<&Function> {
         self.functions.iter().find(|f| f.entry.name == name).ok_or_else(|| Error::Device {
-            reason: format!("{} (compute capability {}.{}) has no kernel `{name}`", self.name, self.capability.0, self.capability.1),
+            reason: format!(
+                "{} (compute capability {}.{}) has no kernel `{name}`",
+                self.name, self.capability.0, self.capability.1
+            ),
         })
     }
 
@@ -202,7 +215,8 @@ impl Drop for Device {
 
 /// Loads PTX; the driver assembles it.
 fn load(image: &super::embedded::Image, driver: i32) -> Result<sys::CUmodule> {
-    let text = CString::new(image.ptx).map_err(|_| Error::Device { reason: "the embedded PTX holds a zero byte".into() })?;
+    let text = CString::new(image.ptx)
+        .map_err(|_| Error::Device { reason: "the embedded PTX holds a zero byte".into() })?;
     let mut log = vec![0u8; 8192];
     let mut options = [JitOption::CU_JIT_ERROR_LOG_BUFFER, JitOption::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
     let mut values = [log.as_mut_ptr().cast::<c_void>(), log.len() as *mut c_void];
@@ -244,7 +258,8 @@ fn function(module: sys::CUmodule, entry: Entry) -> Result<Function> {
         let get = |attribute| result::function::get_function_attribute(handle, attribute).map_err(doing);
         if entry.dynamic_shared > 0 {
             let limit = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            result::function::set_function_attribute(handle, limit, entry.dynamic_shared as i32).map_err(doing)?;
+            result::function::set_function_attribute(handle, limit, entry.dynamic_shared as i32)
+                .map_err(doing)?;
         }
         Ok(Function {
             entry,
@@ -308,7 +323,12 @@ impl Function {
     /// # Safety
     /// The arguments are those of the kernel's table, in order and of the right types, and the pointers among
     /// them reach what the table says for as long as the stream works on it.
-    pub(super) unsafe fn launch(&self, stream: Stream, blocks: [u32; 3], mut arguments: Arguments) -> Result<()> {
+    pub(super) unsafe fn launch(
+        &self,
+        stream: Stream,
+        blocks: [u32; 3],
+        mut arguments: Arguments,
+    ) -> Result<()> {
         let mut pointers: Vec<*mut c_void> =
             arguments.values.iter_mut().map(|value| std::ptr::from_mut(value).cast()).collect();
         // SAFETY: by the caller; the driver copies the parameters before it returns. The values are little-endian,
@@ -355,7 +375,8 @@ impl Buffer {
     pub fn from_slice<T: bytemuck::Pod>(device: &Arc<Device>, values: &[T]) -> Result<Self> {
         let buffer = Self::new(device, size_of_val(values))?;
         // SAFETY: the buffer has the size of the slice.
-        unsafe { result::memcpy_htod_sync(buffer.ptr, values) }.map_err(|e| failed("copying to the GPU", e))?;
+        unsafe { result::memcpy_htod_sync(buffer.ptr, values) }
+            .map_err(|e| failed("copying to the GPU", e))?;
         Ok(buffer)
     }
 
@@ -375,7 +396,9 @@ impl Buffer {
     pub(super) fn read_range<T: bytemuck::Pod>(&self, offset: usize, len: usize) -> Result<Vec<T>> {
         let end = offset + len * size_of::<T>();
         if end > self.bytes {
-            return Err(Error::Device { reason: format!("reading up to byte {end} of a buffer of {}", self.bytes) });
+            return Err(Error::Device {
+                reason: format!("reading up to byte {end} of a buffer of {}", self.bytes),
+            });
         }
         self.device.bind()?;
         let mut out = vec![T::zeroed(); len];

@@ -14,8 +14,8 @@ pub struct Image {
     pub capabilities: &'static [(i32, i32)],
     /// PTX text.
     pub ptx: &'static str,
-    /// Launch contracts of its entries.
-    pub entries: &'static [Entry],
+    /// Launch contracts of its entries, by table.
+    pub entries: &'static [&'static [Entry]],
     /// Oldest CUDA version whose driver knows its PTX version.
     pub min_cuda: &'static str,
     /// Oldest Linux driver of that version.
@@ -30,7 +30,7 @@ pub fn images() -> Vec<Image> {
             arch: "sm_90a",
             capabilities: &[(9, 0)],
             ptx,
-            entries: kernels::SM90,
+            entries: &[kernels::SM90, kernels::PREPARE],
             min_cuda: "12.0",
             min_driver: "525.60.13",
         })

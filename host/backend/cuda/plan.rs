@@ -1,19 +1,24 @@
 //! A planned call on a GPU: everything that it needs, so that the call itself neither allocates nor synchronizes.
 
-use std::num::NonZeroU32;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use kernels_gpu::kernels::{self, attention_sm90_contract as contract, tiles};
+use kernels_gpu::kernels::tiles;
 use kernels_gpu::numerics::units;
 
 use super::driver::{Arguments, Device, DevicePtr, Stream};
 use super::workspace::{Layout, Section, Workspace};
 use crate::error::{Error, Result};
-use crate::grouping::TokenOrder;
-use crate::plan::Plan;
+use crate::grouping::{COLD_ITERATIONS, TOKENS_PER_CLUSTER, TokenOrder, WARM_ITERATIONS, default_clusters};
 use crate::problem::Shape;
-use crate::recipe::{Probabilities, QkFormat, Recipe, RowSums, ScoreType, VFormat};
+use crate::recipe::vc::PACKED_BETA;
+use crate::recipe::{Encoder, Probabilities, QkFormat, Recipe, RowSums, ScoreType, VFormat};
 use crate::tensor::DType;
+
+/// Channels that the kernels work on; smaller heads are padded with zeros.
+const HEAD_DIM: usize = tiles::HEAD_DIM;
+/// Key blocks between promotions of the FP8 sums to f32, by default: every one (`docs/performance.md`).
+pub const PROMOTE: u32 = 1;
 
 /// Strides in elements along (batch, head, token); the channels lie next to each other.
 pub type Strides = [i64; 3];
@@ -72,8 +77,6 @@ pub struct Spec {
     pub v: Strides,
     /// Strides of o.
     pub o: Strides,
-    /// Latent grid of the keys, for the cube order.
-    pub grid: Option<[usize; 3]>,
     /// Key blocks between promotions of the FP8 sums to f32.
     pub promote: u32,
 }
@@ -83,8 +86,763 @@ pub struct Spec {
 pub enum Grouping {
     /// Grouped afresh.
     Cold,
-    /// Grouped from the centroids that the plan holds.
+    /// Grouped from the centroids that the plan holds; afresh where it holds none.
     Warm,
     /// The order that the plan holds.
     Reuse,
+}
+
+/// A call on a GPU, planned: kernels chosen, memory allocated, launches laid out. The methods that take a stream
+/// only launch; they neither allocate nor synchronize nor touch another stream, so they may be captured into a
+/// graph. A plan serves one call at a time.
+#[derive(Debug)]
+pub struct DevicePlan {
+    device: Arc<Device>,
+    spec: Spec,
+    sizes: Sizes,
+    names: Names,
+    memory: Workspace,
+    at: Sections,
+    /// Whether order and centroids have been written.
+    grouped: AtomicBool,
+}
+
+/// Derived sizes.
+#[derive(Clone, Copy, Debug)]
+struct Sizes {
+    /// (batch, q head) pairs.
+    q_heads: usize,
+    /// (batch, kv head) pairs.
+    kv_heads: usize,
+    /// Blocks of 128 keys.
+    key_blocks: usize,
+    /// Blocks of 128 query rows.
+    q_blocks: usize,
+    /// Clusters of the k-means; 0 for orders without one.
+    clusters: usize,
+    /// Tokens a cluster at least, which limits the clusters of a short head; 0 where the number was given.
+    per_cluster: u32,
+}
+
+/// Entries that the recipe needs.
+#[derive(Clone, Debug)]
+struct Names {
+    /// Suffix of the input's element type.
+    input: &'static str,
+    /// Q and K format.
+    qk: &'static str,
+    attention: String,
+}
+
+/// Where everything lies.
+#[derive(Clone, Copy, Debug)]
+struct Sections {
+    order: Section,
+    labels: Section,
+    centroids: Section,
+    targets: Section,
+    norms: Section,
+    counts: Section,
+    starts: Section,
+    runs: Section,
+    run_starts: Section,
+    run_sums: Section,
+    balance: Section,
+    k_sums: Section,
+    k_mean: Section,
+    flags: Section,
+    q: Section,
+    k: Section,
+    v: Section,
+    lse_shift: Section,
+    block_means: Section,
+    mean_tiles: Section,
+    v_amax: Section,
+    v_scale: Section,
+    shares: Section,
+    row_max: Section,
+}
+
+impl DevicePlan {
+    /// Plans a call: checks that the kernels can do it and allocates what it needs.
+    ///
+    /// # Errors
+    /// When the kernels do not cover the recipe or the tensors (each says what they take), or when the device
+    /// is out of memory.
+    pub fn new(device: &Arc<Device>, spec: Spec) -> Result<Self> {
+        spec.recipe.validate()?;
+        let names = names(&spec)?;
+        check_layout(&spec)?;
+        let s = &spec.shape;
+        let clusters = match spec.recipe.grouping.order {
+            TokenOrder::KMeans => spec
+                .recipe
+                .grouping
+                .clusters
+                .unwrap_or_else(|| default_clusters(s.kv_tokens))
+                .min(s.kv_tokens),
+            _ => 0,
+        };
+        let sizes = Sizes {
+            q_heads: s.batch * s.q_heads,
+            kv_heads: s.batch * s.kv_heads,
+            key_blocks: s.kv_tokens.div_ceil(tiles::KEYS),
+            q_blocks: s.q_tokens.div_ceil(2 * tiles::ROWS),
+            clusters,
+            per_cluster: if spec.recipe.grouping.clusters.is_none() { TOKENS_PER_CLUSTER as u32 } else { 0 },
+        };
+        let mut layout = Layout::default();
+        let at = Sections::new(&mut layout, &spec, &sizes);
+        let memory = layout.allocate(device)?;
+        Ok(Self { device: device.clone(), spec, sizes, names, memory, at, grouped: AtomicBool::new(false) })
+    }
+
+    /// Device memory that the plan holds, in bytes.
+    pub fn bytes(&self) -> usize {
+        self.memory.bytes()
+    }
+
+    /// What the plan was made for.
+    pub fn spec(&self) -> &Spec {
+        &self.spec
+    }
+
+    /// The whole call on a stream.
+    ///
+    /// # Safety
+    /// The pointers of `tensors` reach what the plan's [`Spec`] says, and stay valid until the stream is through.
+    ///
+    /// # Errors
+    /// Of the driver, when a launch is refused.
+    pub unsafe fn run(&self, stream: Stream, tensors: &Tensors, grouping: Grouping) -> Result<()> {
+        // SAFETY: by the caller.
+        unsafe {
+            self.group(stream, tensors, grouping)?;
+            self.prepare(stream, tensors)?;
+            self.attend(stream, tensors)
+        }
+    }
+
+    /// Decides the token order, unless it is reused or the sequence.
+    ///
+    /// # Safety
+    /// As for [`DevicePlan::run`].
+    ///
+    /// # Errors
+    /// Of the driver.
+    pub unsafe fn group(&self, stream: Stream, tensors: &Tensors, grouping: Grouping) -> Result<()> {
+        check_tensors(tensors)?;
+        if self.sizes.clusters == 0 {
+            return Ok(());
+        }
+        let grouped = self.grouped.swap(true, Ordering::Relaxed);
+        if grouping == Grouping::Reuse {
+            self.grouped.store(grouped, Ordering::Relaxed);
+            return if grouped {
+                Ok(())
+            } else {
+                Err(Error::Option {
+                    option: "grouping",
+                    expected: "a plan that has grouped before an order is reused".into(),
+                    given: "a new plan".into(),
+                })
+            };
+        }
+        let warm = grouping == Grouping::Warm && grouped;
+        let default = if warm { WARM_ITERATIONS } else { COLD_ITERATIONS };
+        let iterations = self.spec.recipe.grouping.iterations.unwrap_or(default);
+        // SAFETY: by the caller; the sections have the sizes of the kernels' tables.
+        unsafe {
+            self.start_kmeans(stream, tensors, warm)?;
+            for _ in 0..iterations {
+                self.assign(stream, tensors)?;
+                self.update(stream, tensors)?;
+            }
+        }
+        Ok(())
+    }
+
+    unsafe fn start_kmeans(&self, stream: Stream, tensors: &Tensors, warm: bool) -> Result<()> {
+        let (s, blocks) = (&self.spec.shape, self.sizes.clusters.div_ceil(8) * self.sizes.kv_heads);
+        let (name, arguments) = if warm {
+            let arguments = Arguments::new()
+                .with(tensors.kv_lens)
+                .with(self.ptr(self.at.centroids))
+                .with(self.ptr(self.at.targets))
+                .with(self.ptr(self.at.norms))
+                .with(s.kv_tokens as u32)
+                .with(s.kv_heads as u32)
+                .with(self.sizes.clusters as u32)
+                .with(self.sizes.per_cluster);
+            (format!("kmeans_targets_{}", self.names.input), arguments)
+        } else {
+            let arguments = Arguments::new()
+                .with(tensors.v)
+                .with(tensors.kv_lens)
+                .with(self.ptr(self.at.centroids))
+                .with(self.ptr(self.at.targets))
+                .with(self.ptr(self.at.norms));
+            let arguments = self
+                .kv_sizes(self.strides(arguments, self.spec.v))
+                .with(self.sizes.clusters as u32)
+                .with(self.sizes.per_cluster)
+                .with(self.spec.recipe.grouping.seed);
+            (format!("kmeans_seed_{}", self.names.input), arguments)
+        };
+        // SAFETY: by the caller.
+        unsafe { self.launch(stream, &name, blocks, arguments) }
+    }
+
+    /// Labels of all tokens, and the order that sorts them.
+    unsafe fn assign(&self, stream: Stream, tensors: &Tensors) -> Result<()> {
+        let s = &self.spec.shape;
+        let chunks = s.kv_tokens.div_ceil(1024) * self.sizes.kv_heads;
+        let clusters = self.sizes.clusters as u32;
+        let arguments = Arguments::new()
+            .with(tensors.v)
+            .with(tensors.kv_lens)
+            .with(self.ptr(self.at.targets))
+            .with(self.ptr(self.at.norms))
+            .with(self.ptr(self.at.labels));
+        let arguments =
+            self.kv_sizes(self.strides(arguments, self.spec.v)).with(clusters).with(self.sizes.per_cluster);
+        // SAFETY: by the caller.
+        unsafe {
+            self.launch(stream, &format!("kmeans_assign_{}", self.names.input), chunks, arguments)?;
+            let arguments = Arguments::new()
+                .with(self.ptr(self.at.labels))
+                .with(tensors.kv_lens)
+                .with(self.ptr(self.at.counts))
+                .with(s.kv_tokens as u32)
+                .with(s.kv_heads as u32)
+                .with(clusters);
+            self.launch(stream, "order_count", chunks, arguments)?;
+            let arguments = Arguments::new()
+                .with(self.ptr(self.at.counts))
+                .with(self.ptr(self.at.starts))
+                .with(self.ptr(self.at.runs))
+                .with(self.ptr(self.at.run_starts))
+                .with(s.kv_tokens as u32)
+                .with(clusters);
+            self.launch(stream, "order_scan", self.sizes.kv_heads, arguments)?;
+            let arguments = Arguments::new()
+                .with(self.ptr(self.at.labels))
+                .with(tensors.kv_lens)
+                .with(self.ptr(self.at.counts))
+                .with(self.ptr(self.at.starts))
+                .with(self.ptr(self.at.order))
+                .with(s.kv_tokens as u32)
+                .with(s.kv_heads as u32)
+                .with(clusters);
+            self.launch(stream, "order_scatter", chunks, arguments)
+        }
+    }
+
+    /// Centroids of the sorted tokens.
+    unsafe fn update(&self, stream: Stream, tensors: &Tensors) -> Result<()> {
+        let clusters = self.sizes.clusters;
+        let runs = (self.sizes.key_blocks + clusters).div_ceil(8) * self.sizes.kv_heads;
+        let arguments = Arguments::new()
+            .with(tensors.v)
+            .with(tensors.kv_lens)
+            .with(self.ptr(self.at.order))
+            .with(self.ptr(self.at.runs))
+            .with(self.ptr(self.at.run_starts))
+            .with(self.ptr(self.at.run_sums));
+        let arguments = self
+            .kv_sizes(self.strides(arguments, self.spec.v))
+            .with(clusters as u32)
+            .with(self.sizes.per_cluster);
+        // SAFETY: by the caller.
+        unsafe {
+            self.launch(stream, &format!("kmeans_sums_{}", self.names.input), runs, arguments)?;
+            let arguments = Arguments::new()
+                .with(tensors.kv_lens)
+                .with(self.ptr(self.at.run_sums))
+                .with(self.ptr(self.at.run_starts))
+                .with(self.ptr(self.at.starts))
+                .with(self.ptr(self.at.centroids))
+                .with(self.ptr(self.at.targets))
+                .with(self.ptr(self.at.norms))
+                .with(self.spec.shape.kv_tokens as u32)
+                .with(self.spec.shape.kv_heads as u32)
+                .with(clusters as u32)
+                .with(self.sizes.per_cluster);
+            let blocks = clusters.div_ceil(8) * self.sizes.kv_heads;
+            self.launch(stream, &format!("kmeans_update_{}", self.names.input), blocks, arguments)
+        }
+    }
+
+    /// Quantizes Q, K and V on the order that the plan holds.
+    ///
+    /// # Safety
+    /// As for [`DevicePlan::run`].
+    ///
+    /// # Errors
+    /// Of the driver.
+    pub unsafe fn prepare(&self, stream: Stream, tensors: &Tensors) -> Result<()> {
+        // SAFETY: by the caller.
+        unsafe {
+            self.prepare_q(stream, tensors)?;
+            self.prepare_k(stream, tensors)?;
+            self.prepare_v(stream, tensors)
+        }
+    }
+
+    /// Statistics of K and the balance of the scales, then Q; comes before the other two.
+    ///
+    /// # Safety
+    /// As for [`DevicePlan::run`].
+    ///
+    /// # Errors
+    /// Of the driver.
+    pub unsafe fn prepare_q(&self, stream: Stream, tensors: &Tensors) -> Result<()> {
+        check_tensors(tensors)?;
+        self.device.bind()?;
+        self.memory.fill(self.at.flags, 0, stream)?;
+        // SAFETY: by the caller.
+        unsafe {
+            self.k_statistics(stream, tensors)?;
+            self.quantize_q(stream, tensors)
+        }
+    }
+
+    /// What quantizing Q and K needs to know first.
+    unsafe fn k_statistics(&self, stream: Stream, tensors: &Tensors) -> Result<()> {
+        let s = &self.spec.shape;
+        // SAFETY: by the caller.
+        unsafe {
+            if self.spec.recipe.qk == QkFormat::E4m3PerHead {
+                let arguments = Arguments::new().with(tensors.q).with(self.ptr(self.at.balance));
+                let arguments = self
+                    .q_sizes(self.strides(arguments, self.spec.q))
+                    .with(units::code_unit_factor(self.spec.scale));
+                let name = format!("balance_{}", self.names.input);
+                self.launch(stream, &name, self.sizes.kv_heads, arguments)?;
+            }
+            let arguments = Arguments::new()
+                .with(tensors.k)
+                .with(tensors.rope.k_cos)
+                .with(tensors.rope.k_sin)
+                .with(tensors.kv_lens)
+                .with(self.ptr(self.at.k_sums))
+                .with(self.poisoned());
+            let arguments = self.kv_sizes(self.strides(arguments, self.spec.k));
+            let blocks = self.sizes.key_blocks.div_ceil(8) * self.sizes.kv_heads;
+            self.launch(stream, &format!("k_stats_{}", self.names.input), blocks, arguments)?;
+            let arguments = Arguments::new()
+                .with(self.ptr(self.at.k_sums))
+                .with(tensors.kv_lens)
+                .with(self.ptr(self.at.k_mean))
+                .with(s.kv_tokens as u32)
+                .with(s.kv_heads as u32);
+            self.launch(stream, "k_mean", self.sizes.kv_heads, arguments)
+        }
+    }
+
+    unsafe fn quantize_q(&self, stream: Stream, tensors: &Tensors) -> Result<()> {
+        let centred = self.spec.recipe.center_k;
+        let shift = if centred && tensors.lse != 0 { self.ptr(self.at.lse_shift) } else { 0 };
+        let arguments = Arguments::new()
+            .with(tensors.q)
+            .with(tensors.rope.q_cos)
+            .with(tensors.rope.q_sin)
+            .with(self.balance())
+            .with(if centred { self.ptr(self.at.k_mean) } else { 0 })
+            .with(self.ptr(self.at.q))
+            .with(0u64)
+            .with(shift)
+            .with(self.saturated());
+        let side = units::code_unit_factor(self.spec.scale).copysign(self.spec.scale);
+        let arguments = self
+            .q_sizes(self.strides(arguments, self.spec.q))
+            .with(self.rotation())
+            .with(side)
+            .with(self.spec.scale);
+        let name = format!("quantize_q_{}_from_{}", self.names.qk, self.names.input);
+        // SAFETY: by the caller.
+        unsafe { self.launch(stream, &name, 2 * self.sizes.q_blocks * self.sizes.q_heads, arguments) }
+    }
+
+    /// K, on the order that the plan holds.
+    ///
+    /// # Safety
+    /// As for [`DevicePlan::run`].
+    ///
+    /// # Errors
+    /// Of the driver.
+    pub unsafe fn prepare_k(&self, stream: Stream, tensors: &Tensors) -> Result<()> {
+        let arguments = Arguments::new()
+            .with(tensors.k)
+            .with(self.order())
+            .with(tensors.rope.k_cos)
+            .with(tensors.rope.k_sin)
+            .with(if self.spec.recipe.center_k { self.ptr(self.at.k_mean) } else { 0 })
+            .with(self.balance())
+            .with(tensors.kv_lens)
+            .with(self.ptr(self.at.k))
+            .with(0u64)
+            .with(self.saturated());
+        let arguments = self
+            .kv_sizes(self.strides(arguments, self.spec.k))
+            .with(self.rotation())
+            .with(units::code_unit_factor(self.spec.scale));
+        let name = format!("quantize_k_{}_from_{}", self.names.qk, self.names.input);
+        // SAFETY: by the caller.
+        unsafe { self.launch(stream, &name, 2 * self.sizes.key_blocks * self.sizes.kv_heads, arguments) }
+    }
+
+    /// V and its block means, on the order that the plan holds.
+    ///
+    /// # Safety
+    /// As for [`DevicePlan::run`].
+    ///
+    /// # Errors
+    /// Of the driver.
+    pub unsafe fn prepare_v(&self, stream: Stream, tensors: &Tensors) -> Result<()> {
+        let means = if self.spec.recipe.demean { self.ptr(self.at.block_means) } else { 0 };
+        let arguments = Arguments::new()
+            .with(tensors.v)
+            .with(self.order())
+            .with(tensors.kv_lens)
+            .with(means)
+            .with(self.ptr(self.at.v_amax))
+            .with(if self.spec.recipe.demean { self.ptr(self.at.shares) } else { 0 })
+            .with(self.poisoned());
+        let arguments = self.kv_sizes(self.strides(arguments, self.spec.v));
+        let blocks = self.sizes.key_blocks.div_ceil(8) * self.sizes.kv_heads;
+        // SAFETY: by the caller.
+        unsafe {
+            self.memory.fill(self.at.v_amax, 0, stream)?;
+            self.launch(stream, &format!("v_stats_{}", self.names.input), blocks, arguments)?;
+            let arguments = Arguments::new().with(self.ptr(self.at.v_amax)).with(self.ptr(self.at.v_scale));
+            self.launch(stream, "v_scale", self.sizes.kv_heads, arguments)?;
+            let arguments = Arguments::new()
+                .with(tensors.v)
+                .with(self.order())
+                .with(tensors.kv_lens)
+                .with(means)
+                .with(self.ptr(self.at.v_scale))
+                .with(self.ptr(self.at.v))
+                .with(self.ptr(self.at.mean_tiles));
+            let arguments = self.kv_sizes(self.strides(arguments, self.spec.v));
+            let blocks = 16 * self.sizes.key_blocks.div_ceil(16) * self.sizes.kv_heads;
+            self.launch(stream, &format!("smooth_v_{}", self.names.input), blocks, arguments)
+        }
+    }
+
+    /// The attention loop on the operands that the plan holds.
+    ///
+    /// # Safety
+    /// As for [`DevicePlan::run`].
+    ///
+    /// # Errors
+    /// Of the driver.
+    pub unsafe fn attend(&self, stream: Stream, tensors: &Tensors) -> Result<()> {
+        self.device.bind()?;
+        let s = &self.spec.shape;
+        self.memory.fill(self.at.row_max, 0, stream)?;
+        let shift =
+            if self.spec.recipe.center_k && tensors.lse != 0 { self.ptr(self.at.lse_shift) } else { 0 };
+        let [batch, head, token] = self.spec.o;
+        let out_type = match self.spec.output {
+            DType::F32 => 0u32,
+            DType::F16 => 1,
+            DType::Bf16 => 2,
+        };
+        let arguments = Arguments::new()
+            .with(self.ptr(self.at.q))
+            .with(self.ptr(self.at.k))
+            .with(self.ptr(self.at.v))
+            .with(self.ptr(self.at.mean_tiles))
+            .with(self.ptr(self.at.v_scale))
+            .with(tensors.kv_lens)
+            .with(self.poisoned())
+            .with(tensors.o)
+            .with(tensors.lse)
+            .with(shift)
+            .with(self.ptr(self.at.row_max))
+            .with(s.q_tokens as u32)
+            .with(s.kv_tokens as u32)
+            .with(s.q_heads as u32)
+            .with(s.kv_heads as u32)
+            .with((s.q_heads / s.kv_heads) as u32)
+            .with(batch)
+            .with(head)
+            .with(token)
+            .with(self.spec.promote)
+            .with(out_type);
+        let grid = [self.sizes.q_blocks as u32, s.q_heads as u32, s.batch as u32];
+        // SAFETY: by the caller.
+        unsafe { self.device.function(&self.names.attention)?.launch(stream, grid, arguments) }
+    }
+
+    /// What the last call on the plan observed; waits for the stream.
+    ///
+    /// # Errors
+    /// Of the driver, those of the call's launches among them.
+    pub fn observed(&self, stream: Stream) -> Result<DeviceObserved> {
+        stream.synchronize()?;
+        let row_max: Vec<f32> = self.memory.read(self.at.row_max)?;
+        let shares: Vec<f32> =
+            if self.spec.recipe.demean { self.memory.read(self.at.shares)? } else { Vec::new() };
+        let counted: Vec<f64> = shares.iter().filter(|s| **s >= 0.0).map(|&s| f64::from(s)).collect();
+        let flags: Vec<u32> = self.memory.read(self.at.flags)?;
+        Ok(DeviceObserved {
+            saturated: flags[self.sizes.kv_heads..].iter().any(|&f| f != 0),
+            max_score: row_max.iter().copied().fold(0.0, |a, b| if b <= a { a } else { b }),
+            mean_share: (!counted.is_empty()).then(|| counted.iter().sum::<f64>() / counted.len() as f64),
+        })
+    }
+
+    /// The operands of the last [`DevicePlan::prepare`], as they lie on the device: for tests of the stages.
+    ///
+    /// # Errors
+    /// Of the driver.
+    pub fn operands(&self, stream: Stream) -> Result<DeviceOperands> {
+        stream.synchronize()?;
+        Ok(DeviceOperands {
+            order: if self.sizes.clusters > 0 { self.memory.read(self.at.order)? } else { Vec::new() },
+            labels: if self.sizes.clusters > 0 { self.memory.read(self.at.labels)? } else { Vec::new() },
+            centroids: if self.sizes.clusters > 0 {
+                self.memory.read(self.at.centroids)?
+            } else {
+                Vec::new()
+            },
+            q: self.memory.read(self.at.q)?,
+            k: self.memory.read(self.at.k)?,
+            k_mean: self.memory.read(self.at.k_mean)?,
+            v: self.memory.read(self.at.v)?,
+            mean_tiles: self.memory.read(self.at.mean_tiles)?,
+            v_scale: self.memory.read(self.at.v_scale)?,
+        })
+    }
+
+    fn ptr(&self, section: Section) -> DevicePtr {
+        self.memory.ptr(section)
+    }
+
+    /// u32 [batch, kv_heads]: keys or values that are not finite.
+    fn poisoned(&self) -> DevicePtr {
+        self.ptr(self.at.flags)
+    }
+
+    /// u32 [batch, kv_heads]: operands beyond their format.
+    fn saturated(&self) -> DevicePtr {
+        self.ptr(self.at.flags) + (self.sizes.kv_heads * size_of::<u32>()) as u64
+    }
+
+    fn balance(&self) -> DevicePtr {
+        if self.spec.recipe.qk == QkFormat::E4m3PerHead { self.ptr(self.at.balance) } else { 0 }
+    }
+
+    fn order(&self) -> DevicePtr {
+        if self.sizes.clusters > 0 { self.ptr(self.at.order) } else { 0 }
+    }
+
+    fn rotation(&self) -> u32 {
+        if self.spec.recipe.rotate_qk {
+            self.spec.shape.head_dim.next_power_of_two().max(16) as u32
+        } else {
+            0
+        }
+    }
+
+    fn strides(&self, arguments: Arguments, [batch, head, token]: Strides) -> Arguments {
+        arguments.with(batch).with(head).with(token)
+    }
+
+    fn q_sizes(&self, arguments: Arguments) -> Arguments {
+        let s = &self.spec.shape;
+        [s.q_tokens, s.q_heads, s.kv_heads, s.head_dim].iter().fold(arguments, |a, &x| a.with(x as u32))
+    }
+
+    fn kv_sizes(&self, arguments: Arguments) -> Arguments {
+        let s = &self.spec.shape;
+        [s.kv_tokens, s.kv_heads, s.head_dim].iter().fold(arguments, |a, &x| a.with(x as u32))
+    }
+
+    unsafe fn launch(&self, stream: Stream, name: &str, blocks: usize, arguments: Arguments) -> Result<()> {
+        self.device.bind()?;
+        let blocks =
+            u32::try_from(blocks).ok().filter(|&b| b <= i32::MAX as u32).ok_or_else(|| Error::Device {
+                reason: format!("kernel `{name}` would need {blocks} blocks, more than a grid holds"),
+            })?;
+        // SAFETY: by the caller.
+        unsafe { self.device.function(name)?.launch(stream, [blocks, 1, 1], arguments) }
+    }
+}
+
+/// What a call noticed about its data.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DeviceObserved {
+    /// Largest |row maximum| of the centred scores, in code units; NaN where scores were. From
+    /// [`F16_SCORE_LIMIT`](crate::backend::cpu::F16_SCORE_LIMIT) on f16 scores are too coarse.
+    pub max_score: f32,
+    /// Whether a value of Q or K left the range of its format.
+    pub saturated: bool,
+    /// Share of the value energy that the block means hold, averaged over the blocks; absent without demeaning.
+    pub mean_share: Option<f64>,
+}
+
+/// Operands as they lie on the device; the layouts are those of `kernels_gpu::kernels::tiles`.
+#[derive(Clone, Debug)]
+pub struct DeviceOperands {
+    /// u32 [batch, kv_heads, kv_tokens]: position -> token; empty without grouping.
+    pub order: Vec<u32>,
+    /// u16 [batch, kv_heads, kv_tokens]: cluster of every token; empty without grouping.
+    pub labels: Vec<u16>,
+    /// f32 [batch, kv_heads, clusters, 128]; empty without grouping.
+    pub centroids: Vec<f32>,
+    /// Q tiles.
+    pub q: Vec<u8>,
+    /// K tiles.
+    pub k: Vec<u8>,
+    /// f32 [batch, kv_heads, 128]: token mean of K.
+    pub k_mean: Vec<f32>,
+    /// V^T tiles.
+    pub v: Vec<u8>,
+    /// Tiles of block means.
+    pub mean_tiles: Vec<u8>,
+    /// f32 [batch, kv_heads, 128].
+    pub v_scale: Vec<f32>,
+}
+
+impl Sections {
+    fn new(layout: &mut Layout, spec: &Spec, sizes: &Sizes) -> Self {
+        let Sizes { q_heads, kv_heads, key_blocks, q_blocks, clusters, .. } = *sizes;
+        let tokens = spec.shape.kv_tokens;
+        let grouped = |count: usize| if clusters > 0 { count * kv_heads } else { 0 };
+        let wide = if spec.recipe.qk == QkFormat::F16 { 2 } else { 1 };
+        let demeaned = |count: usize| if spec.recipe.demean { count * kv_heads } else { 0 };
+        let runs = key_blocks + clusters;
+        Self {
+            order: layout.section::<u32>(grouped(tokens)),
+            labels: layout.section::<u16>(grouped(tokens)),
+            centroids: layout.section::<f32>(grouped(clusters * HEAD_DIM)),
+            targets: layout.section::<u16>(grouped(clusters * HEAD_DIM)),
+            norms: layout.section::<f32>(grouped(clusters)),
+            counts: layout.section::<u32>(grouped(tokens.div_ceil(1024) * clusters)),
+            starts: layout.section::<u32>(grouped(clusters + 1)),
+            runs: layout.section::<u32>(grouped(2 * runs)),
+            run_starts: layout.section::<u32>(grouped(clusters + 1)),
+            run_sums: layout.section::<f32>(grouped(runs * HEAD_DIM)),
+            balance: layout.section::<f32>(kv_heads),
+            k_sums: layout.section::<f32>(kv_heads * key_blocks * HEAD_DIM),
+            k_mean: layout.section::<f32>(kv_heads * HEAD_DIM),
+            flags: layout.section::<u32>(2 * kv_heads),
+            q: layout.section::<u8>(q_heads * q_blocks * 2 * tiles::ROWS * HEAD_DIM * wide),
+            k: layout.section::<u8>(kv_heads * key_blocks * tiles::KEYS * HEAD_DIM * wide),
+            v: layout.section::<u8>(kv_heads * key_blocks * tiles::V_BYTES),
+            lse_shift: layout.section::<f32>(q_heads * spec.shape.q_tokens),
+            block_means: layout.section::<f32>(demeaned(key_blocks * HEAD_DIM)),
+            mean_tiles: layout
+                .section::<u8>(demeaned(key_blocks.div_ceil(tiles::MEAN_BLOCKS) * tiles::MEAN_BYTES)),
+            v_amax: layout.section::<u32>(kv_heads * 2 * HEAD_DIM),
+            v_scale: layout.section::<f32>(kv_heads * HEAD_DIM),
+            shares: layout.section::<f32>(demeaned(key_blocks)),
+            row_max: layout.section::<u32>(q_heads),
+        }
+    }
+}
+
+/// Chooses the entries of a recipe, or says which part of it no kernel covers.
+fn names(spec: &Spec) -> Result<Names> {
+    let recipe = &spec.recipe;
+    let refuse = |what: &str| {
+        Err(Error::Recipe {
+            recipe: recipe.name.clone(),
+            reason: format!("the GPU kernels do not cover {what}; the CPU backend does"),
+        })
+    };
+    let qk = match (recipe.qk, recipe.scores) {
+        (QkFormat::F16, ScoreType::F16) => "f16",
+        (QkFormat::E4m3PerHead, ScoreType::F16) => "e4m3",
+        _ => return refuse("this format of Q and K (they take f16 or e4m3-head, with f16 scores)"),
+    };
+    let p = match recipe.p {
+        Probabilities::ExpCast { beta: PACKED_BETA, encoder: Encoder::Packed }
+            if recipe.row_sums == RowSums::Decoded =>
+        {
+            "expcast"
+        }
+        Probabilities::E4m3 { peak: 256.0 } if recipe.row_sums == RowSums::Exact => "exp2",
+        _ => {
+            return refuse(
+                "these probabilities (they take packed ExpCast at its own beta with decoded row sums, or exact exponentials with a peak of 256 and exact row sums)",
+            );
+        }
+    };
+    if recipe.v != VFormat::E4m3PerChannel || recipe.rotate_v {
+        return refuse("this format of V (they take E4M3 with a scale per channel, not rotated)");
+    }
+    if !matches!(recipe.grouping.order, TokenOrder::Sequence | TokenOrder::KMeans) {
+        return refuse("this token order (they take `sequence` and `kmeans`)");
+    }
+    let means = if recipe.demean { "smooth" } else { "plain" };
+    let input = match spec.input {
+        DType::F16 => "f16",
+        DType::Bf16 => "bf16",
+        DType::F32 => {
+            return Err(Error::Tensor {
+                tensor: "q",
+                expected: "f16 or bf16 on the GPU".into(),
+                given: "f32 (convert it, or use the CPU backend)".into(),
+            });
+        }
+    };
+    Ok(Names { input, qk, attention: format!("attention_sm90_{qk}_{p}_{means}") })
+}
+
+/// What the kernels ask of shapes and strides.
+fn check_layout(spec: &Spec) -> Result<()> {
+    let d = spec.shape.head_dim;
+    if !d.is_multiple_of(8) || d > HEAD_DIM {
+        return Err(Error::Tensor {
+            tensor: "q",
+            expected: format!("a head_dim that is a multiple of 8 and at most {HEAD_DIM} on the GPU"),
+            given: format!("head_dim {d}"),
+        });
+    }
+    for (tensor, strides) in [("q", spec.q), ("k", spec.k), ("v", spec.v)] {
+        if strides.iter().any(|s| s % 8 != 0) {
+            return Err(Error::Tensor {
+                tensor,
+                expected: "strides that are multiples of 8 elements (16 bytes) on the GPU".into(),
+                given: format!("strides {strides:?}"),
+            });
+        }
+    }
+    if spec.o.iter().any(|s| s % 2 != 0) {
+        return Err(Error::Tensor {
+            tensor: "o",
+            expected: "even strides on the GPU".into(),
+            given: format!("strides {:?}", spec.o),
+        });
+    }
+    if spec.shape.q_heads > 65_535 || spec.shape.batch > 65_535 {
+        return Err(Error::Tensor {
+            tensor: "q",
+            expected: "at most 65,535 heads and batches on the GPU".into(),
+            given: format!("{} heads, batch {}", spec.shape.q_heads, spec.shape.batch),
+        });
+    }
+    if spec.promote == 0 {
+        return Err(Error::Option { option: "promote", expected: "at least 1".into(), given: "0".into() });
+    }
+    Ok(())
+}
+
+/// Whole vectors are read and written.
+fn check_tensors(tensors: &Tensors) -> Result<()> {
+    for (tensor, ptr) in [("q", tensors.q), ("k", tensors.k), ("v", tensors.v), ("o", tensors.o)] {
+        if ptr == 0 || ptr % 16 != 0 {
+            return Err(Error::Tensor {
+                tensor,
+                expected: "a device pointer that is a multiple of 16".into(),
+                given: format!("{ptr:#x}"),
+            });
+        }
+    }
+    Ok(())
 }

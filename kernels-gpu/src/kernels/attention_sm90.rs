@@ -217,41 +217,27 @@ impl Weights for ExpCast {
     }
 }
 
-/// 256 exp in f16, rounded to E4M3; row sums of the f16 exponentials: four of them in f16, the rest in f32.
+/// 256 exp, rounded to E4M3; row sums of the exponentials in f32.
 struct Exp2;
-
-impl Exp2 {
-    /// An eighth: octaves to a code unit.
-    const OCTAVES: u16 = 0x3000;
-
-    /// 8 - max / 8: what is added to the scores of both rows in octaves, so that the largest becomes 256.
-    #[inline(always)]
-    fn addend(max: u32) -> u32 {
-        f16x2::fma(max, splat(Self::OCTAVES | 0x8000), splat(0x4800))
-    }
-}
 
 impl Weights for Exp2 {
     const PACK: u32 = 0x5410;
 
     #[inline(always)]
     fn encode(s: &mut [u32; 32], max: u32, not_zero: u32) -> Rows {
-        let addend = Self::addend(max);
-        let rows = [permute(addend, addend, 0x1010), permute(addend, addend, 0x3232)];
+        let (upper, lower) = convert::f32_of_f16x2(max);
+        let offset = [convert::fma(upper, -0.125, 8.0), convert::fma(lower, -0.125, 8.0)];
         let mut sums = [0.0; 2];
+        // In quarters: the assembler would take all scores apart first and run out of registers.
         let (quarters, _) = s.as_chunks_mut::<8>();
         for quarter in quarters {
             stay(not_zero, || {
                 for (i, s) in quarter.iter_mut().enumerate() {
-                    *s = f16x2::exp2(f16x2::fma(*s, splat(Self::OCTAVES), rows[i % 2]));
-                }
-                for row in 0..2 {
-                    let two = |i: usize| f16x2::add(quarter[4 * i + row], quarter[4 * i + 2 + row]);
-                    let (low, high) = convert::f32_of_f16x2(f16x2::add(two(0), two(1)));
-                    sums[row] += low + high;
-                }
-                for s in quarter.iter_mut() {
-                    *s = convert::e4m3x2_of_f16x2(*s) as u32;
+                    let (a, b) = convert::f32_of_f16x2(*s);
+                    let a = convert::exp2(convert::fma(a, 0.125, offset[i % 2]));
+                    let b = convert::exp2(convert::fma(b, 0.125, offset[i % 2]));
+                    sums[i % 2] += a + b;
+                    *s = convert::e4m3x2(a, b) as u32;
                 }
                 pin(quarter);
             });
@@ -284,9 +270,8 @@ impl Weights for Exp2 {
 
     #[inline(always)]
     fn shift(max: u32) -> Rows {
-        // The addend was rounded to f16: its own maximum is what all exponentials agree on.
-        let (upper, lower) = convert::f32_of_f16x2(Self::addend(max));
-        [(8.0 - upper) * 8.0, (8.0 - lower) * 8.0]
+        let (upper, lower) = convert::f32_of_f16x2(max);
+        [upper, lower]
     }
 }
 
@@ -826,16 +811,6 @@ impl<S: Scores, const STAGES: u32> Consumer<'_, S, STAGES> {
             if SMOOTH && means_read {
                 self.means.advance();
             }
-            let done = EVEN && self.left == 0;
-            // S(j+2) = Q K(j+2)^T; behind the last block once more that one's scores
-            pack::<W>(s, &mut self.p);
-            if !done {
-            pin(s);
-            pin(&mut self.p);
-            wgmma::fence();
-            S::issue(s, self.q, shared.k(self.k.stage()));
-            wgmma::commit();
-            }
             self.until -= 1;
             let promote = self.until == 0 || self.left == 0;
             if promote {
@@ -843,15 +818,21 @@ impl<S: Scores, const STAGES: u32> Consumer<'_, S, STAGES> {
             }
             state.absorb::<W, SMOOTH, EVEN>(self.block, alpha, promote);
             state.encoded = encoded;
-            if done {
-                wgmma::wait::<0>();
+            if EVEN && self.left == 0 {
                 return true;
             }
+
+            // A += P(j) R(j) and S(j+2) = Q K(j+2)^T; behind the last block once more that one's scores
+            pack::<W>(s, &mut self.p);
+            pin(s);
+            pin(&mut self.p);
             pin(&mut state.partial.values);
             pin(&mut state.partial.ones);
             pin(&mut state.pending);
             wgmma::fence();
             W::issue(&mut state.partial, &self.p, shared.v(self.v.stage()), !state.fresh);
+            wgmma::commit();
+            S::issue(s, self.q, shared.k(self.k.stage()));
             wgmma::commit();
             if EVEN && SMOOTH && self.block % MEAN_BLOCKS as u32 == 0 && self.block > 0 {
                 // Last, in the full precision of a 16-bit product, and promoted before the next FP8 product.

@@ -31,6 +31,10 @@ pub trait Element {
     fn max(a: u32, b: u32) -> u32;
     /// The smaller of each half; NaN stays.
     fn min(a: u32, b: u32) -> u32;
+    /// Plus infinity in both halves.
+    const INFINITY: u32 = Self::EXPONENT * 0x1_0001;
+    /// Minus infinity in both halves.
+    const MINUS_INFINITY: u32 = Self::INFINITY | 0x8000_8000;
     /// D += A B of [`mma`].
     ///
     /// # Safety
@@ -178,18 +182,15 @@ impl Head {
         chunk * CHUNK < self.head_dim
     }
 
-    /// A chunk of a token; zeros from `head_dim` on.
+    /// A chunk of a token; zeros from `head_dim` on, and unless it is `wanted`.
     ///
     /// # Safety
-    /// The token is one of the tensor's.
+    /// A wanted token is one of the tensor's.
     #[inline(always)]
-    pub unsafe fn load(&self, token: u32, chunk: u32) -> [u32; 4] {
-        if !self.has(chunk) {
-            return [0; 4];
-        }
+    pub unsafe fn load(&self, token: u32, chunk: u32, wanted: bool) -> [u32; 4] {
         let at = token as i64 * self.token_bytes + chunk as i64 * 16;
         // SAFETY: inside the tensor, which no preprocessing kernel writes.
-        unsafe { stream::load_v4(self.base.wrapping_offset(at as isize)) }
+        unsafe { stream::load_v4_if(wanted & self.has(chunk), self.base.wrapping_offset(at as isize)) }
     }
 }
 
@@ -206,17 +207,16 @@ pub unsafe fn valid_tokens(kv_lens: *const u32, batch: u32, kv_tokens: u32) -> u
     unsafe { *kv_lens.add(batch as usize) }.min(kv_tokens)
 }
 
-/// The token at a position of a head's order, a null order being the sequence.
+/// The token at a position of a head's order, a null order being the sequence. Without meaning unless `wanted`.
 ///
 /// # Safety
-/// The order covers the position.
+/// The order covers a wanted position.
 #[inline(always)]
-pub unsafe fn token_at(order: *const u32, position: u32) -> u32 {
-    if order.is_null() {
-        return position;
-    }
+pub unsafe fn token_at(order: *const u32, position: u32, wanted: bool) -> u32 {
     // SAFETY: covered by contract.
-    unsafe { *order.add(position as usize) }
+    let token =
+        unsafe { stream::load_u32_if(wanted & !order.is_null(), order.wrapping_add(position as usize)) };
+    if order.is_null() { position } else { token }
 }
 
 /// Visits one chunk of the tokens at `count` positions from `first` on, in order, with 8 loads in flight.
@@ -240,11 +240,11 @@ pub unsafe fn walk(
         while position + AHEAD <= end {
             let mut tokens = [0; AHEAD as usize];
             for (i, token) in tokens.iter_mut().enumerate() {
-                *token = token_at(order, position + i as u32);
+                *token = token_at(order, position + i as u32, true);
             }
             let mut chunks = [[0; 4]; AHEAD as usize];
             for (chunk_of, &token) in chunks.iter_mut().zip(&tokens) {
-                *chunk_of = head.load(token, chunk);
+                *chunk_of = head.load(token, chunk, true);
             }
             for (&token, &chunk) in tokens.iter().zip(&chunks) {
                 visit(token, chunk);
@@ -252,8 +252,8 @@ pub unsafe fn walk(
             position += AHEAD;
         }
         while position < end {
-            let token = token_at(order, position);
-            visit(token, head.load(token, chunk));
+            let token = token_at(order, position, true);
+            visit(token, head.load(token, chunk, true));
             position += 1;
         }
     }
@@ -264,7 +264,14 @@ pub unsafe fn walk(
 /// # Safety
 /// `cos` and `sin` are tables `[tokens, head_dim / 2]` that hold the token, and the chunk is below `head_dim`.
 #[inline(always)]
-pub unsafe fn turn(x: &mut [f32; CHUNK as usize], cos: *const f32, sin: *const f32, token: u32, head: &Head, chunk: u32) {
+pub unsafe fn turn(
+    x: &mut [f32; CHUNK as usize],
+    cos: *const f32,
+    sin: *const f32,
+    token: u32,
+    head: &Head,
+    chunk: u32,
+) {
     let at = token as usize * (head.head_dim as usize / 2) + chunk as usize * (CHUNK as usize / 2);
     // SAFETY: 4 angles of the token; rows of head_dim / 2 f32 are multiples of 16 bytes.
     let (c, s) = unsafe { (load_global_v4(cos.add(at).cast()), load_global_v4(sin.add(at).cast())) };

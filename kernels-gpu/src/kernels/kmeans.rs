@@ -56,15 +56,15 @@
 use core::arch::{asm, global_asm};
 
 use super::input::{
-    Bf16, CHANNELS, CHUNK, CHUNKS, Element, F16, Head, load_f32_chunk, store_f32_chunk, unpack_chunk, valid_tokens,
-    walk,
+    Bf16, CHANNELS, CHUNK, CHUNKS, Element, F16, Head, load_f32_chunk, store_f32_chunk, unpack_chunk,
+    valid_tokens, walk,
 };
 use crate::ptx::SharedAddr;
+use crate::ptx::collective::{shuffle_xor, sync_threads, sync_warp};
 use crate::ptx::convert::fma;
 use crate::ptx::memory::{load_global_v4, load_shared_v4, store_global_v4, store_shared_v4};
 use crate::ptx::shared;
-use crate::ptx::shuffle::shuffle_xor;
-use crate::ptx::special::{block_idx_x, sync_threads, thread_idx_x};
+use crate::ptx::special::{block_idx_x, thread_idx_x};
 
 /// Most clusters of a head.
 pub const MAX_CLUSTERS: u32 = 1024;
@@ -165,7 +165,7 @@ impl Clusters {
                 let (j, k, n) = (cluster as u64, clusters as u64, valid as u64);
                 let (from, to) = (j * n / k, (j + 1) * n / k);
                 let token = from + ((hash(seed, cluster) as u64 * (to - from)) >> 32);
-                x = finite_chunk::<E>(self.head(index).load(token as u32, chunk));
+                x = finite_chunk::<E>(self.head(index).load(token as u32, chunk, true));
                 store_f32_chunk(self.centroids.add(self.row(index, cluster) + (chunk * CHUNK) as usize), &x);
             }
             self.store_target::<E>(index, cluster, &x, write);
@@ -303,7 +303,10 @@ impl Nearest {
             ($mask:literal) => {
                 // SAFETY: the whole warp is here.
                 let (d, label) = unsafe {
-                    (f32::from_bits(shuffle_xor::<$mask>(self.distance.to_bits())), shuffle_xor::<$mask>(self.label))
+                    (
+                        f32::from_bits(shuffle_xor::<$mask>(self.distance.to_bits())),
+                        shuffle_xor::<$mask>(self.label),
+                    )
                 };
                 if d < self.distance || d == self.distance && label < self.label {
                     self = Self { distance: d, label };
@@ -323,11 +326,9 @@ impl Clusters {
         let mut rows = [[[0; 4]; 4]; 2];
         for half in 0..2 {
             let token = first + lane / 4 + 8 * half as u32;
-            if token < valid {
-                for i in 0..4 {
-                    // SAFETY: a token that counts.
-                    rows[half][i] = unsafe { head.load(token, lane % 4 + 4 * i as u32) };
-                }
+            for i in 0..4 {
+                // SAFETY: a token that counts.
+                rows[half][i] = unsafe { head.load(token, lane % 4 + 4 * i as u32, token < valid) };
             }
         }
         rows
@@ -364,10 +365,19 @@ impl Clusters {
 
     /// Offers the targets in shared memory to the tokens of the warp.
     #[inline(always)]
-    unsafe fn compare<E: Element>(&self, rows: &Tokens, nearest: &mut [Nearest; 2], first: u32, targets: u32) {
+    unsafe fn compare<E: Element>(
+        &self,
+        rows: &Tokens,
+        nearest: &mut [Nearest; 2],
+        first: u32,
+        targets: u32,
+    ) {
         let lane = thread_idx_x() % 32;
         let mut column = 0;
         while column < targets {
+            // Keeps the products, which are inline PTX, out of any branch (see `collective`).
+            // SAFETY: the whole warp is here.
+            unsafe { sync_warp() }
             // Two products side by side: their chains of 8 hide each other.
             let mut d = [[0.0; 4]; 2];
             for i in 0..4 {
@@ -375,7 +385,8 @@ impl Clusters {
                     let row = column + 8 * side as u32 + lane / 4;
                     // SAFETY: inside the filled rows; the whole warp is here.
                     unsafe {
-                        let t = load_shared_v4(assign_shared().add(row * PITCH + (lane % 4 + 4 * i as u32) * 16));
+                        let t =
+                            load_shared_v4(assign_shared().add(row * PITCH + (lane % 4 + 4 * i as u32) * 16));
                         let (low, high) = (&rows[0][i], &rows[1][i]);
                         E::multiply(&mut d[side], [low[0], high[0], low[1], high[1]], [t[0], t[1]]);
                         E::multiply(&mut d[side], [low[2], high[2], low[3], high[3]], [t[2], t[3]]);
@@ -448,7 +459,13 @@ impl Clusters {
 
     /// Sums the rows of every run: 16 lanes a run.
     #[inline(always)]
-    unsafe fn sums<E: Element>(&self, order: *const u32, runs: *const u32, run_starts: *const u32, sums: *mut f32) {
+    unsafe fn sums<E: Element>(
+        &self,
+        order: *const u32,
+        runs: *const u32,
+        run_starts: *const u32,
+        sums: *mut f32,
+    ) {
         let most = max_runs(self.kv_tokens, self.clusters);
         let per_head = most.div_ceil(8);
         let index = block_idx_x() / per_head;
@@ -618,5 +635,12 @@ macro_rules! entries {
     };
 }
 
-entries!(Bf16, kmeans_seed_bf16, kmeans_targets_bf16, kmeans_assign_bf16, kmeans_sums_bf16, kmeans_update_bf16);
+entries!(
+    Bf16,
+    kmeans_seed_bf16,
+    kmeans_targets_bf16,
+    kmeans_assign_bf16,
+    kmeans_sums_bf16,
+    kmeans_update_bf16
+);
 entries!(F16, kmeans_seed_f16, kmeans_targets_f16, kmeans_assign_f16, kmeans_sums_f16, kmeans_update_f16);

@@ -69,7 +69,7 @@ pub(crate) const STAGES_E4M3: usize = 4;
 const SHARED_F16: u32 = shared(tiles::Q_F16_BYTES, tiles::K_F16_BYTES, STAGES_F16);
 const SHARED_E4M3: u32 = shared(tiles::Q_E4M3_BYTES, tiles::K_E4M3_BYTES, STAGES_E4M3);
 
-/// Entries that prepare operands: the same source for every architecture from sm_89.
+/// Entries that prepare operands: the same source for every architecture from sm_89 (E4M3 conversions).
 pub const PREPARE: &[Entry] = &[
     prepare("balance_bf16", 256, 1),
     prepare("balance_f16", 256, 1),
@@ -86,8 +86,8 @@ pub const PREPARE: &[Entry] = &[
     prepare("quantize_k_f16_from_f16", 256, 4),
     prepare("quantize_k_e4m3_from_bf16", 256, 4),
     prepare("quantize_k_e4m3_from_f16", 256, 4),
-    prepare("quantize_k_i8_from_bf16", 512, 1),
-    prepare("quantize_k_i8_from_f16", 512, 1),
+    prepare("quantize_k_i8_from_bf16", 512, 2),
+    prepare("quantize_k_i8_from_f16", 512, 2),
     prepare("v_stats_bf16", 128, 6),
     prepare("v_stats_f16", 128, 6),
     prepare("v_scale", 128, 8),

@@ -28,9 +28,9 @@ use core::arch::{asm, global_asm};
 use super::input::valid_tokens;
 use super::kmeans::{MAX_CLUSTERS, RUN, TOKENS, max_runs};
 use crate::ptx::SharedAddr;
+use crate::ptx::collective::{lanes_before, matching, shuffle_up, sync_threads, sync_warp};
 use crate::ptx::shared;
-use crate::ptx::special::{block_idx_x, sync_threads, thread_idx_x};
-use crate::ptx::warp::{lanes_before, matching, shuffle_up, sync_warp};
+use crate::ptx::special::{block_idx_x, thread_idx_x};
 
 const THREADS: u32 = 256;
 const WARPS: u32 = THREADS / 32;
@@ -62,7 +62,6 @@ shared_symbol!(place, "vc_order_scatter");
 /// The chunk of a block: head, chunk and the tokens in it that count.
 struct Chunk {
     index: u32,
-    chunk: u32,
     first: u32,
     end: u32,
     /// Where the chunk's counts begin.
@@ -77,7 +76,7 @@ impl Chunk {
         // SAFETY: the entry's contract.
         let valid = unsafe { valid_tokens(kv_lens, index / kv_heads, kv_tokens) };
         let counts = block_idx_x() as usize * clusters as usize;
-        Self { index, chunk, first: chunk * TOKENS, end: valid.min((chunk + 1) * TOKENS), counts }
+        Self { index, first: chunk * TOKENS, end: valid.min((chunk + 1) * TOKENS), counts }
     }
 }
 
@@ -281,16 +280,18 @@ pub unsafe extern "ptx-kernel" fn order_scatter(
             let like = matching(label);
             let rank = (like & lanes_before()).count_ones();
             let counts = label != u32::MAX;
+            let leads = counts & (rank == 0);
             let slot = place(warp * clusters + if counts { label } else { 0 });
             let first = shared::load_u32(slot);
-            if counts {
-                *order.add((first + rank) as usize) = token(step as u32);
-            }
+            // All have read their place before the first of a cluster moves it on.
             sync_warp();
-            if counts && rank == 0 {
+            if leads {
                 shared::store_u32(slot, first + like.count_ones());
             }
             sync_warp();
+            if counts {
+                *order.add((first + rank) as usize) = token(step as u32);
+            }
         }
     }
 }

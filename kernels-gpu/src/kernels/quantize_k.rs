@@ -33,10 +33,10 @@ use super::tiles::{self, KEYS};
 use crate::formats::int8;
 use crate::layout::scale_groups;
 use crate::ptx::SharedAddr;
+use crate::ptx::collective::{any, sync_threads};
 use crate::ptx::memory::max_global_u32;
 use crate::ptx::shared;
-use crate::ptx::shuffle::any;
-use crate::ptx::special::{block_idx_x, sync_threads, thread_idx_x};
+use crate::ptx::special::{block_idx_x, thread_idx_x};
 
 /// Threads of a block for FP16 and E4M3: four a key, half a tile.
 pub const THREADS: u32 = KEYS as u32 / 2 * LANES;
@@ -95,8 +95,8 @@ impl Call {
                 true => self.order,
                 false => self.order.add(index as usize * self.kv_tokens as usize),
             };
-            let token = if live { token_at(order, position) } else { 0 };
-            let raw = if live { Part::load(&head, token, lane) } else { [[0; 4]; 4] };
+            let token = token_at(order, position, live);
+            let raw = Part::load(&head, token, lane, live);
             let mut part = Part::unpack::<E>(&raw, lane);
             if live {
                 part.turn(self.cos, self.sin, token, &head);
@@ -157,7 +157,8 @@ impl Call {
                 shared::max_u32(group_amax().add(group * 4), amax.to_bits());
             }
             sync_threads();
-            let scale = |group: u32| int8::scale(f32::from_bits(shared::load_u32(group_amax().add(group * 4))));
+            let scale =
+                |group: u32| int8::scale(f32::from_bits(shared::load_u32(group_amax().add(group * 4))));
             let s = scale(group);
             let divisor = Divisor::new(s);
             part.x.iter_mut().for_each(|x| *x = if s > 0.0 { divisor.int8_code(*x) } else { 0.0 });
@@ -197,8 +198,22 @@ macro_rules! entry {
         ) {
             let strides = [k_batch, k_head, k_token];
             let call = Call {
-                k, order, cos, sin, mean, balance, kv_lens, tiles, scales, saturated, strides, kv_tokens, kv_heads,
-                head_dim, rotation, side,
+                k,
+                order,
+                cos,
+                sin,
+                mean,
+                balance,
+                kv_lens,
+                tiles,
+                scales,
+                saturated,
+                strides,
+                kv_tokens,
+                kv_heads,
+                head_dim,
+                rotation,
+                side,
             };
             // SAFETY: the entry's contract.
             unsafe { call.run::<$element, $code>() }

@@ -9,7 +9,7 @@
 //! | `cos`, `sin` | f32 `[q_tokens, head_dim / 2]`, or null | RoPE |
 //! | `balance` | f32 `[batch, kv_heads]`, or null | factor on `side`, from [`stats`](super::stats) |
 //! | `k_mean` | f32 `[batch, kv_heads, 128]`, or null | the token mean of K |
-//! | `tiles` | pointer, 16-byte aligned | receives the Q tiles of [`tiles`](super::tiles) (INT8 lies like E4M3); rows from `q_tokens` on become zeros |
+//! | `tiles` | pointer, 16-byte aligned | receives the Q tiles of [`tiles`](super::tiles) (INT8 lies like E4M3); rows from `q_tokens` and channels from `head_dim` on become zeros (of the sign of `side`) |
 //! | `factor` | f32 `[batch, q_heads, 128 ceil(q_tokens / 128)]`; INT8 only, else not touched | receives the factor of every row: the scale of its group (rows r and r + 8 of 16) times `scale` 8 log2 e, NaN for a row that is not finite, 0 from `q_tokens` on |
 //! | `lse_shift` | f32 `[batch, q_heads, q_tokens]`, or null | receives `scale` q . k_mean, q after RoPE, summed as [`Part::dot`]; needs `k_mean` |
 //! | `saturated` | u32 `[batch, kv_heads]`, or null, zeroed by the caller | set to 1 where a value is outside the format |
@@ -32,10 +32,10 @@ use crate::formats::int8;
 use crate::layout::scale_groups;
 use crate::numerics::units;
 use crate::ptx::SharedAddr;
+use crate::ptx::collective::{any, shuffle_xor, sync_threads};
 use crate::ptx::memory::max_global_u32;
 use crate::ptx::shared;
-use crate::ptx::shuffle::{any, shuffle_xor};
-use crate::ptx::special::{block_idx_x, sync_threads, thread_idx_x};
+use crate::ptx::special::{block_idx_x, thread_idx_x};
 
 /// Threads of a block: four a row.
 pub const THREADS: u32 = ROWS as u32 * LANES;
@@ -88,7 +88,7 @@ impl Call {
         let head = Head::new(self.q, self.strides, batch, q_head, self.head_dim);
         // SAFETY: rows below q_tokens are read; warps and the block stay together.
         unsafe {
-            let raw = if live { Part::load(&head, token, lane) } else { [[0; 4]; 4] };
+            let raw = Part::load(&head, token, lane, live);
             let max = raw.iter().fold(0, largest::<E>);
             let mut broken = has_nonfinite::<E>(max) as u32;
             broken |= shuffle_xor::<1>(broken);
@@ -99,11 +99,9 @@ impl Call {
             if live {
                 part.turn(self.cos, self.sin, token, &head);
             }
+            let mut shift = 0.0;
             if !self.lse_shift.is_null() {
-                let shift = self.scale * part.dot(self.k_mean.add(kv_head * 128));
-                if live && lane == 0 {
-                    *self.lse_shift.add(index as usize * self.q_tokens as usize + token as usize) = shift;
-                }
+                shift = self.scale * part.dot(self.k_mean.add(kv_head * 128));
             }
             if broken {
                 part.x = [0.0; 32];
@@ -124,6 +122,9 @@ impl Call {
                     _ => tiles::q_tile_offset_e4m3(row as usize, channel),
                 };
                 C::store(to.add(at), x);
+            }
+            if !self.lse_shift.is_null() && live && lane == 0 {
+                *self.lse_shift.add(index as usize * self.q_tokens as usize + token as usize) = shift;
             }
         }
     }
@@ -206,8 +207,23 @@ macro_rules! entry {
         ) {
             let strides = [q_batch, q_head, q_token];
             let call = Call {
-                q, cos, sin, balance, k_mean, tiles, factor, lse_shift, saturated, strides, q_tokens, q_heads,
-                kv_heads, head_dim, rotation, side, scale,
+                q,
+                cos,
+                sin,
+                balance,
+                k_mean,
+                tiles,
+                factor,
+                lse_shift,
+                saturated,
+                strides,
+                q_tokens,
+                q_heads,
+                kv_heads,
+                head_dim,
+                rotation,
+                side,
+                scale,
             };
             // SAFETY: the entry's contract.
             unsafe { call.run::<$element, $code>() }

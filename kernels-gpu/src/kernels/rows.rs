@@ -7,9 +7,10 @@
 use super::input::{CHUNK, Element, Head, load_f32_chunk, turn, unpack_chunk};
 use crate::formats::int8;
 use crate::numerics::hadamard;
+use crate::ptx::collective::shuffle_xor;
 use crate::ptx::convert::{self, fma};
 use crate::ptx::memory::store_global_v4;
-use crate::ptx::shuffle::shuffle_xor;
+use crate::ptx::quotient::correct_quotient;
 use crate::ptx::stream::store_v2;
 
 /// Lanes that share a row.
@@ -35,16 +36,16 @@ impl Part {
         self.lane + LANES * i as u32
     }
 
-    /// Loads the row of a token.
+    /// Loads the row of a token, zeros unless it is `wanted`.
     ///
     /// # Safety
-    /// The token is one of the head's.
+    /// A wanted token is one of the head's.
     #[inline(always)]
-    pub unsafe fn load(head: &Head, token: u32, lane: u32) -> [[u32; 4]; OWN] {
+    pub unsafe fn load(head: &Head, token: u32, lane: u32, wanted: bool) -> [[u32; 4]; OWN] {
         let mut raw = [[0; 4]; OWN];
         for (i, raw) in raw.iter_mut().enumerate() {
             // SAFETY: a token of the head.
-            *raw = unsafe { head.load(token, lane + LANES * i as u32) };
+            *raw = unsafe { head.load(token, lane + LANES * i as u32, wanted) };
         }
         raw
     }
@@ -286,14 +287,24 @@ impl Divisor {
         Self { scaled, reciprocal: 1.0 / scaled, up }
     }
 
+    /// Whether the divisor had to be scaled up.
+    #[inline(always)]
+    pub fn is_tiny(&self) -> bool {
+        self.up != 1.0
+    }
+
     /// `x / divisor`, the sign of a zero included, for a quotient that does not overflow.
     #[inline(always)]
     pub fn divide(&self, x: f32) -> f32 {
-        let x = x * self.up;
+        self.divide_scaled(x * self.up)
+    }
+
+    /// The same for an `x` that is scaled up already, as any is unless the divisor [is tiny](Self::is_tiny).
+    #[inline(always)]
+    pub fn divide_scaled(&self, x: f32) -> f32 {
         let q = x * self.reciprocal;
-        // q s - x rather than x - q s: the correction then keeps the sign of a zero.
-        let q = fma(-fma(q, self.scaled, -x), self.reciprocal, q);
-        fma(-fma(q, self.scaled, -x), self.reciprocal, q)
+        let q = correct_quotient(q, x, self.scaled, self.reciprocal);
+        correct_quotient(q, x, self.scaled, self.reciprocal)
     }
 
     /// The INT8 code of `x` under this scale: [`int8::round_code`] for a scale above 0.

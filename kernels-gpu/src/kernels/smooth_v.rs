@@ -16,7 +16,7 @@
 //! | `kv_lens` | u32 `[batch]`, or null | tokens that count |
 //! | `means` | f32 `[batch, kv_heads, blocks, 128]`, or null | receives the block means, the bits of [`block_mean`](crate::numerics::mean::block_mean); null is the plain kernel, whose residual is the value itself |
 //! | `amax` | u32 `[batch, kv_heads, 2, 128]`, zeroed by the caller | receives per channel the largest abs residual and the largest abs mean, as f32 bits |
-//! | `shares` | f32 `[batch, kv_heads, blocks]`, or null | receives the share of the block's energy that its mean holds; -1 for a block without energy, which does not count |
+//! | `shares` | f32 `[batch, kv_heads, blocks]`, or null | receives the share of the block's energy that its mean holds; -1 for a block without energy (in f32), which does not count |
 //! | `poisoned` | u32 `[batch, kv_heads]`, zeroed by the caller | set to 1 where a value that counts is not finite |
 //! | `v_batch`, `v_head`, `v_token` | i64 | strides of `v` |
 //! | `kv_tokens`, `kv_heads`, `head_dim` | u32 | sizes |
@@ -51,11 +51,11 @@ use crate::formats::{e4m3, f16};
 use crate::layout::TOKEN_GROUP;
 use crate::layout::fragment::TOKEN_ORDER;
 use crate::ptx::SharedAddr;
+use crate::ptx::collective::{any, shuffle_xor, sync_threads};
 use crate::ptx::convert::{self, fma};
 use crate::ptx::memory::{load_shared_v4, max_global_u32, store_global_v4, store_shared_v4};
 use crate::ptx::shared;
-use crate::ptx::shuffle::{any, shuffle_xor};
-use crate::ptx::special::{block_idx_x, sync_threads, thread_idx_x};
+use crate::ptx::special::{block_idx_x, thread_idx_x};
 
 // Of v_stats: the largest residual and the largest mean of every channel. Of smooth_v: four words a channel.
 global_asm!(".shared .align 16 .b8 vc_v_stats[1024];");
@@ -134,19 +134,20 @@ impl Stats {
             let count = valid.saturating_sub(block * KEYS as u32).min(KEYS as u32);
             let mut sums = [0.0f32; CHUNK as usize];
             let mut energy = 0.0f32;
-            let (mut low, mut high) = ([0u32; 4], [0u32; 4]);
-            let mut first = true;
+            let (mut low, mut high) = ([E::INFINITY; 4], [E::MINUS_INFINITY; 4]);
             walk(&head, chunk, order, block * KEYS as u32, count, |_, x| {
                 for i in 0..4 {
-                    low[i] = if first { x[i] } else { E::min(low[i], x[i]) };
-                    high[i] = if first { x[i] } else { E::max(high[i], x[i]) };
+                    low[i] = E::min(low[i], x[i]);
+                    high[i] = E::max(high[i], x[i]);
                 }
-                first = false;
                 for (sum, &x) in sums.iter_mut().zip(&unpack_chunk::<E>(x)) {
                     *sum += x;
                     energy = fma(x, x, energy);
                 }
             });
+            if count == 0 {
+                (low, high) = ([0; 4], [0; 4]);
+            }
             let broken = (0..4).any(|i| has_nonfinite::<E>(low[i]) || has_nonfinite::<E>(high[i]));
             if any(broken) && thread_idx_x() % 32 == 0 {
                 max_global_u32(self.poisoned.add(index as usize), 1);
@@ -286,14 +287,10 @@ impl Smooth {
             let mut raw = [[0; 4]; TOKEN_GROUP];
             let mut tokens = [0; TOKEN_GROUP];
             for (i, token) in tokens.iter_mut().enumerate() {
-                if first + (i as u32) < count {
-                    *token = token_at(order, block * KEYS as u32 + first + i as u32);
-                }
+                *token = token_at(order, block * KEYS as u32 + first + i as u32, first + (i as u32) < count);
             }
             for i in 0..TOKEN_GROUP {
-                if first + (i as u32) < count {
-                    raw[i] = head.load(tokens[i], chunk);
-                }
+                raw[i] = head.load(tokens[i], chunk, first + (i as u32) < count);
             }
 
             self.channel(index, block, blocks, count > 0);
@@ -308,13 +305,12 @@ impl Smooth {
                 let word = load_shared_v4(smooth_shared().add((i as u32 * CHUNKS + chunk) * 16));
                 let [mean, scaled, reciprocal, up] = word.map(f32::from_bits);
                 let divisor = Divisor { scaled, reciprocal, up };
-                let mut bytes = [0; 4];
-                for (j, bytes) in bytes.iter_mut().enumerate() {
-                    let code = |k: usize| {
-                        let pair = raw[TOKEN_ORDER[4 * j + k]][i / 2];
-                        divisor.divide(E::unpack(pair)[i % 2] - mean)
-                    };
-                    *bytes = e4m3x4([code(0), code(1), code(2), code(3)]) & masks[j];
+                let mut bytes = match divisor.is_tiny() {
+                    false => codes::<E>(&raw, i, mean, |x| divisor.divide_scaled(x)),
+                    true => codes::<E>(&raw, i, mean, |x| divisor.divide(x)),
+                };
+                for j in 0..4 {
+                    bytes[j] &= masks[j];
                 }
                 let channel = chunk as usize * CHUNK as usize + i;
                 store_global_v4(to.add(tiles::swizzle_128(channel, first as usize)), bytes);
@@ -340,7 +336,8 @@ impl Smooth {
                 }
                 let tiles_per_head = blocks as usize / MEAN_BLOCKS + (blocks as usize % MEAN_BLOCKS).min(1);
                 let tile = index as usize * tiles_per_head + block as usize / MEAN_BLOCKS;
-                let at = tile * MEAN_BYTES + tiles::mean_offset(block as usize % MEAN_BLOCKS, channel as usize);
+                let at =
+                    tile * MEAN_BYTES + tiles::mean_offset(block as usize % MEAN_BLOCKS, channel as usize);
                 *self.mean_tiles.add(at).cast::<u16>() = half as u16;
             }
             let Divisor { scaled, reciprocal, up } = Divisor::new(s);
@@ -349,6 +346,22 @@ impl Smooth {
             store_shared_v4(smooth_shared().add(word * 16), words);
         }
     }
+}
+
+/// The codes of channel `i` of a thread's chunk for its 16 tokens, in the order of V^T.
+#[inline(always)]
+fn codes<E: Element>(
+    raw: &[[u32; 4]; TOKEN_GROUP],
+    i: usize,
+    mean: f32,
+    divide: impl Fn(f32) -> f32,
+) -> [u32; 4] {
+    let code = |position: usize| divide(E::unpack(raw[TOKEN_ORDER[position]][i / 2])[i % 2] - mean);
+    let mut bytes = [0; 4];
+    for j in 0..4 {
+        bytes[j] = e4m3x4([code(4 * j), code(4 * j + 1), code(4 * j + 2), code(4 * j + 3)]);
+    }
+    bytes
 }
 
 /// Which of 16 positions of V^T hold one of the first `count` tokens of their group, as masks of 4 bytes each.

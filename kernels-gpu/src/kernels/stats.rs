@@ -40,10 +40,10 @@ use super::input::{
 };
 use crate::layout::KEY_TILE;
 use crate::ptx::SharedAddr;
+use crate::ptx::collective::{any, shuffle_xor, sync_threads, warp_max_u32};
 use crate::ptx::memory::max_global_u32;
 use crate::ptx::shared;
-use crate::ptx::shuffle::{any, shuffle_xor, warp_max_u32};
-use crate::ptx::special::{block_idx_x, sync_threads, thread_idx_x};
+use crate::ptx::special::{block_idx_x, thread_idx_x};
 
 global_asm!(".shared .align 4 .b8 vc_balance_max[4];");
 
@@ -88,7 +88,7 @@ impl Balance {
                 let head = Head::new(self.q, self.strides, batch, kv_head * group + i, self.head_dim);
                 for pass in 0..head_balance::ROWS / (BALANCE_THREADS / CHUNKS) {
                     let token = pass * (BALANCE_THREADS / CHUNKS) + row;
-                    let x = if token < self.q_tokens { head.load(token, chunk) } else { [0; 4] };
+                    let x = head.load(token, chunk, token < self.q_tokens);
                     let mut m = largest::<E>(0, &x);
                     // The max of the row, NaN or infinite if one of its values is.
                     m = E::max(m, shuffle_xor::<1>(m));
@@ -177,7 +177,8 @@ impl Stats {
         // SAFETY: keys that count are read, sums of blocks of the head written; the warp votes together.
         unsafe {
             let first = block * KEY_TILE as u32;
-            let count = valid_tokens(self.kv_lens, batch, self.kv_tokens).saturating_sub(first).min(KEY_TILE as u32);
+            let count =
+                valid_tokens(self.kv_lens, batch, self.kv_tokens).saturating_sub(first).min(KEY_TILE as u32);
             walk(&head, chunk, core::ptr::null(), first, count, |token, x| {
                 max = largest::<E>(max, &x);
                 let mut x = unpack_chunk::<E>(x);

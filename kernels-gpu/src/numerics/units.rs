@@ -18,24 +18,6 @@ pub fn code_unit_factor(scale: f32) -> f32 {
     sqrt(scale.abs() * PER_NAT)
 }
 
-/// The power of two `t` for one head: Q times `t` and K divided by `t` have about the same maximum.
-///
-/// A power of two costs no precision and leaves every score unchanged; it keeps both operands in the
-/// middle of the FP16 range. `(amax_q * t) / (amax_k / t)` is in (1/2, 2]. 1 if either maximum is zero
-/// or not finite.
-#[inline]
-pub fn balance(amax_q: f32, amax_k: f32) -> f32 {
-    let usable = |amax: f32| amax > 0.0 && amax.is_finite();
-    if !(usable(amax_q) && usable(amax_k)) {
-        return 1.0;
-    }
-    // In f64 no quotient of two positive f32 overflows or becomes subnormal, so its exponent field is
-    // floor(log2), and half of that rounded up is within half an octave of half the logarithm.
-    let exponent = (f64::from(amax_k) / f64::from(amax_q)).to_bits() as i64 >> 52;
-    let half = (exponent - 1023 + 1) >> 1;
-    f32::from_bits(((half.clamp(-126, 127) + 127) as u32) << 23)
-}
-
 /// The square root, correctly rounded, in `core` alone (its own is not stable): for parameters, not for
 /// inner loops. NaN below 0.
 #[inline]

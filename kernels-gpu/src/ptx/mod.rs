@@ -13,11 +13,12 @@ pub mod shuffle;
 pub mod special;
 pub mod wgmma;
 
+pub mod collective;
 pub mod extrema;
 pub mod mma;
+pub mod quotient;
 pub mod shared;
 pub mod stream;
-pub mod warp;
 
 /// An address in the `.shared` window of the running block.
 ///
