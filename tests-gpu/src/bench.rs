@@ -112,6 +112,7 @@ fn time(
         q_heads: heads as u32,
         kv_heads: heads as u32,
         batch: 1,
+        head_dim: HEAD_DIM as u32,
         out_strides: [(heads * tokens * HEAD_DIM) as i64, (tokens * HEAD_DIM) as i64, HEAD_DIM as i64],
         promote,
         out_type: 2,

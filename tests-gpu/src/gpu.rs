@@ -40,6 +40,7 @@ pub struct Arguments {
     pub q_heads: u32,
     pub kv_heads: u32,
     pub batch: u32,
+    pub head_dim: u32,
     pub out_strides: [i64; 3],
     pub promote: u32,
     pub out_type: u32,
@@ -109,7 +110,8 @@ impl Gpu {
         let mut group = a.q_heads / a.kv_heads;
         let mut parameters: Vec<*mut c_void> =
             a.pointers.iter_mut().map(|p| p as *mut u64 as *mut c_void).collect();
-        for word in [&mut a.q_tokens, &mut a.kv_tokens, &mut a.q_heads, &mut a.kv_heads, &mut group] {
+        let sizes = [&mut a.q_tokens, &mut a.kv_tokens, &mut a.q_heads, &mut a.kv_heads, &mut group];
+        for word in sizes.into_iter().chain([&mut a.head_dim]) {
             parameters.push(word as *mut u32 as *mut c_void);
         }
         parameters.extend(a.out_strides.iter_mut().map(|s| s as *mut i64 as *mut c_void));

@@ -10,7 +10,6 @@ use kernels_gpu::formats::e4m3;
 use kernels_gpu::kernels::tiles::{self, HEAD_DIM, KEYS, MEAN_BLOCKS, ROWS};
 use safetensors::{Dtype, SafeTensors};
 
-
 /// The sizes of a problem.
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs)]
@@ -110,11 +109,17 @@ impl Problem {
         let head = |name: &str| -> Result<Vec<f32>> {
             let tensor = tensors.tensor(name)?;
             let (shape, data) = (tensor.shape(), tensor.data());
-            ensure!(shape.len() >= 2 && shape[shape.len() - 1] == HEAD_DIM, "{name} is {shape:?}, not [.., tokens, 128]");
+            ensure!(
+                shape.len() >= 2 && shape[shape.len() - 1] == HEAD_DIM,
+                "{name} is {shape:?}, not [.., tokens, 128]"
+            );
             let count = shape[shape.len() - 2] * HEAD_DIM;
-            let two = |f: fn([u8; 2]) -> f32| data.as_chunks::<2>().0[..count].iter().map(|x| f(*x)).collect();
+            let two =
+                |f: fn([u8; 2]) -> f32| data.as_chunks::<2>().0[..count].iter().map(|x| f(*x)).collect();
             let values: Vec<f32> = match tensor.dtype() {
-                Dtype::F32 => data.as_chunks::<4>().0[..count].iter().map(|x| f32::from_le_bytes(*x)).collect(),
+                Dtype::F32 => {
+                    data.as_chunks::<4>().0[..count].iter().map(|x| f32::from_le_bytes(*x)).collect()
+                }
                 Dtype::F16 => two(|x| f16::from_le_bytes(x).to_f32()),
                 Dtype::BF16 => two(|x| bf16::from_le_bytes(x).to_f32()),
                 other => bail!("{name} is {other:?}"),

@@ -62,13 +62,12 @@ pub fn attention(problem: &Problem, o: &Operands, variant: Variant) -> (Outcome,
             for (j, tile) in scores.chunks(KEYS).enumerate() {
                 let tile: Vec<f64> = tile.iter().map(|s| f16::from_f64(*s).to_f64()).collect();
                 max = tile.iter().copied().fold(max, f64::max);
-                // What is added to the scores is rounded to f16; the max that the row agrees on follows from it.
+                // ExpCast rounds what it adds to the scores to f16; the max that the row agrees on follows from it.
                 let (addend, new) = if variant.expcast {
                     let addend = f16::from_f64(BETA - max).to_f64();
                     (addend, BETA - addend)
                 } else {
-                    let addend = f16::from_f64(8.0 - max / 8.0).to_f64();
-                    (addend, 64.0 - 8.0 * addend)
+                    (8.0 - max / 8.0, max)
                 };
                 let alpha = if j == 0 { 0.0 } else { ((shift - new) / 8.0f64).exp2() };
                 shift = new;
@@ -81,8 +80,8 @@ pub fn attention(problem: &Problem, o: &Operands, variant: Variant) -> (Outcome,
                         let weight = e4m3::decode(code as u8) as f64;
                         (weight, weight)
                     } else {
-                        let p = f16::from_f64(f16::from_f64(s / 8.0 + addend).to_f64().exp2());
-                        (e4m3::round(p.to_f32()) as f64, p.to_f64())
+                        let p = (s / 8.0 + addend).exp2();
+                        (e4m3::round(p as f32) as f64, p)
                     };
                     weights.push(weight);
                     total += mass;

@@ -1,18 +1,19 @@
 //! Fused low-bit attention for Hopper, section 2 of the method on wgmma.
 //!
 //! A block serves 128 query rows of one head: one producer warp streams K and V tiles through a ring in shared
-//! memory, and two warpgroups of 64 rows each run the loop of [`consume`]. Scores leave the Tensor Core as packed
+//! memory, and two warpgroups of 64 rows each run the loop of [`Consumer`]. Scores leave the Tensor Core as packed
 //! f16 in *code units* (eighths of an octave: Q and K carry sqrt(scale * 8 log2 e) each), probabilities are
 //! E4M3 bytes whose largest in a row is 256, and the tiles are those of [`tiles`].
 //!
 //! What runs beside what, for key block j of a warpgroup:
 //!
 //! ```text
-//! Tensor Core   | S(j+1) = Q K(j+1)^T | A += P(j) R(j)          |
-//! scalar units  |                     | max, codes of S(j+1)    | row sums, promotion, rescale, pack P(j+1)
+//! Tensor Core   | A += P(j-1) R(j-1), S(j+1) = Q K(j+1)^T |
+//! scalar units  | max of S(j), rescale, codes of S(j)      | row sums and promotion of j-1, pack P(j)
 //! ```
 //!
-//! The other warpgroup fills the Tensor Core where this one is busy with the last column.
+//! Two score buffers make that one wait a key block. The other warpgroup fills the Tensor Core where this one is busy with
+//! the last column.
 //!
 //! * **Row sums** come from 8 rows of ones behind every V tile (ExpCast), or from the f32 exponentials (exp2).
 //! * **Block means** are deferred: the row sums of 16 key blocks are the A fragment of one 16-bit product with
@@ -38,6 +39,7 @@
 //! | `lse_shift` | as `lse`, or null: added to it (what centring K took away) |
 //! | `row_max` | u32 `[batch, q_heads]`, or null, zeroed by the caller: the largest magnitude of a row max in code units, as f32 bits (which order as integers; NaN is on top) |
 //! | `q_tokens`, `kv_tokens`, `q_heads`, `kv_heads`, `group` | sizes; `group` = `q_heads` / `kv_heads` query heads share a kv head |
+//! | `head_dim` | channels of the output, a multiple of 8 up to 128: the rest of a tile is padding |
 //! | `promote` | key blocks between promotions, at least 1 |
 //! | `out_type` | [`OUT_F32`], [`OUT_F16`] or [`OUT_BF16`] |
 //!
@@ -135,13 +137,10 @@ trait Weights {
     /// bytes of two registers.
     const PACK: u32;
     /// Writes the codes of scores `s` under the row maxima `max` (upper row in the lower half) over them.
-    /// Returns this thread's share of the row sums if they are not taken from the product. `not_zero` is for
-    /// [`stay`].
-    fn encode(s: &mut [u32; 32], max: u32, not_zero: u32) -> Rows;
+    /// Returns this thread's share of the row sums if they do not come from the product. `not_zero` is for [`stay`].
+    fn encode(s: &mut [u32; 32], max: u32, not_zero: u32) -> Option<Rows>;
     /// Issues partial += P R for one value tile.
     unsafe fn issue(partial: &mut Partial, p: &[u32; 16], v: SharedAddr, accumulate: bool);
-    /// Row sums of the tile whose product is complete, and readies the partial for the next.
-    unsafe fn row_sums(partial: &mut Partial, encoded: Rows) -> Rows;
     /// What the codes take for the row maxima, in code units.
     fn shift(max: u32) -> Rows;
 }
@@ -152,6 +151,16 @@ struct Partial {
     ones: [f32; 4],
     /// What `ones` held before the product in flight.
     seen: Rows,
+}
+
+impl Partial {
+    /// Row sums by the columns of ones in the product that has just completed.
+    #[inline(always)]
+    fn row_sums(&mut self) -> Rows {
+        let sums = [self.ones[0] - self.seen[0], self.ones[2] - self.seen[1]];
+        self.seen = [self.ones[0], self.ones[2]];
+        sums
+    }
 }
 
 /// The packed ExpCast encoder: a byte is the score rounded in code units, exponential by its own format.
@@ -177,7 +186,7 @@ impl Weights for ExpCast {
     const PACK: u32 = 0x6420;
 
     #[inline(always)]
-    fn encode(s: &mut [u32; 32], max: u32, not_zero: u32) -> Rows {
+    fn encode(s: &mut [u32; 32], max: u32, not_zero: u32) -> Option<Rows> {
         let addend = Self::addend(max);
         let rows = [permute(addend, addend, 0x1010), permute(addend, addend, 0x3232)];
         stay(not_zero, || {
@@ -186,7 +195,7 @@ impl Weights for ExpCast {
             }
             pin(s);
         });
-        [0.0; 2]
+        None
     }
 
     #[inline(always)]
@@ -203,13 +212,6 @@ impl Weights for ExpCast {
     }
 
     #[inline(always)]
-    unsafe fn row_sums(partial: &mut Partial, _encoded: Rows) -> Rows {
-        let sums = [partial.ones[0] - partial.seen[0], partial.ones[2] - partial.seen[1]];
-        partial.seen = [partial.ones[0], partial.ones[2]];
-        sums
-    }
-
-    #[inline(always)]
     fn shift(max: u32) -> Rows {
         // The addend was rounded to f16: its own maximum is what all codes agree on.
         let (upper, lower) = convert::f32_of_f16x2(Self::addend(max));
@@ -221,10 +223,10 @@ impl Weights for ExpCast {
 struct Exp2;
 
 impl Weights for Exp2 {
-    const PACK: u32 = 0x5410;
+    const PACK: u32 = 0x3210;
 
     #[inline(always)]
-    fn encode(s: &mut [u32; 32], max: u32, not_zero: u32) -> Rows {
+    fn encode(s: &mut [u32; 32], max: u32, not_zero: u32) -> Option<Rows> {
         let (upper, lower) = convert::f32_of_f16x2(max);
         let offset = [convert::fma(upper, -0.125, 8.0), convert::fma(lower, -0.125, 8.0)];
         let mut sums = [0.0; 2];
@@ -232,17 +234,19 @@ impl Weights for Exp2 {
         let (quarters, _) = s.as_chunks_mut::<8>();
         for quarter in quarters {
             stay(not_zero, || {
-                for (i, s) in quarter.iter_mut().enumerate() {
-                    let (a, b) = convert::f32_of_f16x2(*s);
-                    let a = convert::exp2(convert::fma(a, 0.125, offset[i % 2]));
-                    let b = convert::exp2(convert::fma(b, 0.125, offset[i % 2]));
-                    sums[i % 2] += a + b;
-                    *s = convert::e4m3x2(a, b) as u32;
+                for i in [0, 1, 4, 5] {
+                    let (a, b) = convert::f32_of_f16x2(quarter[i]);
+                    let (c, d) = convert::f32_of_f16x2(quarter[i + 2]);
+                    let e = [a, b, c, d].map(|s| convert::exp2(convert::fma(s, 0.125, offset[i % 2])));
+                    sums[i % 2] += (e[0] + e[1]) + (e[2] + e[3]);
+                    quarter[i] = convert::e4m3x4(e);
+                    // Of no use, but what a loop leaves as it was is computed in front of it.
+                    quarter[i + 2] = e[3].to_bits();
                 }
                 pin(quarter);
             });
         }
-        sums
+        Some(sums)
     }
 
     #[inline(always)]
@@ -260,12 +264,6 @@ impl Weights for Exp2 {
                 )
             }
         }
-    }
-
-    #[inline(always)]
-    unsafe fn row_sums(_partial: &mut Partial, encoded: Rows) -> Rows {
-        // SAFETY: the whole warp is here.
-        unsafe { [quad_sum(encoded[0]), quad_sum(encoded[1])] }
     }
 
     #[inline(always)]
@@ -425,6 +423,7 @@ struct Call {
     q_heads: u32,
     kv_heads: u32,
     group: NonZeroU32,
+    head_dim: u32,
     out_batch: i64,
     out_head: i64,
     out_token: i64,
@@ -491,7 +490,12 @@ unsafe fn produce<S: Scores, const STAGES: u32, const SMOOTH: bool>(
                 // The phase before the first counts as complete: fresh slots are free.
                 shared.k_free(k_ring.stage()).wait(k_ring.parity() ^ 1);
                 shared.k_full(k_ring.stage()).arrive_expect(S::K_BYTES as u32);
-                global_to_shared(shared.k(k_ring.stage()), k, S::K_BYTES as u32, shared.k_full(k_ring.stage()));
+                global_to_shared(
+                    shared.k(k_ring.stage()),
+                    k,
+                    S::K_BYTES as u32,
+                    shared.k_full(k_ring.stage()),
+                );
                 k = k.add(S::K_BYTES);
                 k_ring.advance();
             }
@@ -534,8 +538,6 @@ struct State {
     pending: [u32; 4],
     /// Row sums in f16 of a key block whose neighbour in `pending` is yet to come; the upper row in the lower half.
     odd_one: u32,
-    /// What [`Weights::encode`] returned for the key block whose product is in flight.
-    encoded: Rows,
 }
 
 impl State {
@@ -549,7 +551,6 @@ impl State {
             fresh: true,
             pending: [0; 4],
             odd_one: 0,
-            encoded: [0.0; 2],
         }
     }
 
@@ -575,21 +576,18 @@ impl State {
         }
     }
 
-    /// Takes in the product of the key block before `block`, which is under the maxima before `alpha`: row sums, and
-    /// at its time the promotion. `EVEN` is the parity of `block`.
+    /// Takes in the product of the key block before `block`, which is under the maxima before `alpha`: at its time
+    /// the promotion. And row sums: of that key block from the product, or of `block` from what encoding it
+    /// returned. `EVEN` is the parity of `block`.
     #[inline(always)]
-    unsafe fn absorb<W: Weights, const SMOOTH: bool, const EVEN: bool>(
+    unsafe fn absorb<const SMOOTH: bool, const EVEN: bool>(
         &mut self,
         block: u32,
+        encoded: Option<Rows>,
         alpha: Option<Rows>,
         promote: bool,
     ) {
-        // SAFETY: the product is complete and the whole warp is here.
-        let sums = unsafe { W::row_sums(&mut self.partial, self.encoded) };
         let factor = alpha.unwrap_or([1.0; 2]);
-        let sums = [sums[0] * factor[0], sums[1] * factor[1]];
-        self.sum[0] += sums[0];
-        self.sum[1] += sums[1];
         if SMOOTH && alpha.is_some() {
             let both = convert::f16x2(factor[0], factor[1]);
             self.odd_one = f16x2::mul(self.odd_one, both);
@@ -599,10 +597,18 @@ impl State {
                 self.pending[2 + row] = f16x2::mul(self.pending[2 + row], pair);
             }
         }
-        if SMOOTH && EVEN {
-            self.keep_pending(block.wrapping_sub(2), convert::f16x2(sums[0], sums[1]));
-        } else if SMOOTH {
-            self.odd_one = convert::f16x2(sums[0], sums[1]);
+        let (sums, of, of_even) = match encoded {
+            // SAFETY: the whole warp is here.
+            Some(own) => (unsafe { [quad_sum(own[0]), quad_sum(own[1])] }, block, EVEN),
+            None => {
+                let sums = self.partial.row_sums();
+                ([sums[0] * factor[0], sums[1] * factor[1]], block.wrapping_sub(1), !EVEN)
+            }
+        };
+        self.sum[0] += sums[0];
+        self.sum[1] += sums[1];
+        if SMOOTH {
+            self.keep_pending(of, of_even, convert::f16x2(sums[0], sums[1]));
         }
         self.fresh = promote;
         if promote {
@@ -621,10 +627,14 @@ impl State {
         }
     }
 
-    /// `odd_one`, which is of the even key block `block`, and `sums` of the next become two columns of the A fragment,
-    /// as [`tiles::mean_offset`] orders them.
+    /// `sums` of key block `block`: those of an even one wait for its neighbour's, and both become two columns of the
+    /// A fragment, as [`tiles::mean_offset`] orders them.
     #[inline(always)]
-    fn keep_pending(&mut self, block: u32, sums: u32) {
+    fn keep_pending(&mut self, block: u32, even: bool, sums: u32) {
+        if even {
+            self.odd_one = sums;
+            return;
+        }
         let mine = thread_idx_x() % 4 == block / 4 % 4;
         for row in 0..2 {
             let pair = permute(self.odd_one, sums, [0x5410, 0x7632][row]);
@@ -816,8 +826,7 @@ impl<S: Scores, const STAGES: u32> Consumer<'_, S, STAGES> {
             if promote {
                 self.until = self.call.promote;
             }
-            state.absorb::<W, SMOOTH, EVEN>(self.block, alpha, promote);
-            state.encoded = encoded;
+            state.absorb::<SMOOTH, EVEN>(self.block, encoded, alpha, promote);
             if EVEN && self.left == 0 {
                 return true;
             }
@@ -887,7 +896,7 @@ struct RowEnd {
     shift: f32,
 }
 
-/// Writes the 32 channels that this thread has of its upper (`ROW` 0) or lower row.
+/// Writes the channels, a quarter of all, that this thread has of its upper (`ROW` 0) or lower row.
 #[inline(always)]
 unsafe fn finish_row<const ROW: usize>(call: &Call, work: &Work, state: &State, token: u32, end: RowEnd) {
     if token >= call.q_tokens {
@@ -915,25 +924,32 @@ unsafe fn finish_row<const ROW: usize>(call: &Call, work: &Work, state: &State, 
             (low, state.out[4 * j + 2 * ROW + 1] * inverse * *scales.add(8 * j + 1))
         };
         let at = (at + 2 * lane as i64) as isize;
+        let channels = call.head_dim as usize;
         match call.out_type {
             OUT_F32 => {
                 let to = call.out.cast::<f32>().offset(at);
                 for j in 0..16 {
-                    (*to.add(8 * j), *to.add(8 * j + 1)) = pair(j);
+                    if 8 * j < channels {
+                        (*to.add(8 * j), *to.add(8 * j + 1)) = pair(j);
+                    }
                 }
             }
             OUT_F16 => {
                 let to = call.out.cast::<u16>().offset(at);
                 for j in 0..16 {
-                    let (low, high) = pair(j);
-                    *to.add(8 * j).cast::<u32>() = convert::f16x2(low, high);
+                    if 8 * j < channels {
+                        let (low, high) = pair(j);
+                        *to.add(8 * j).cast::<u32>() = convert::f16x2(low, high);
+                    }
                 }
             }
             _ => {
                 let to = call.out.cast::<u16>().offset(at);
                 for j in 0..16 {
-                    let (low, high) = pair(j);
-                    *to.add(8 * j).cast::<u32>() = convert::bf16x2(low, high);
+                    if 8 * j < channels {
+                        let (low, high) = pair(j);
+                        *to.add(8 * j).cast::<u32>() = convert::bf16x2(low, high);
+                    }
                 }
             }
         }
@@ -1015,6 +1031,7 @@ macro_rules! entry {
             q_heads: u32,
             kv_heads: u32,
             group: NonZeroU32,
+            head_dim: u32,
             out_batch: i64,
             out_head: i64,
             out_token: i64,
@@ -1023,7 +1040,7 @@ macro_rules! entry {
         ) {
             let call = Call {
                 q, k, v, means, v_scale, kv_lens, poisoned, out, lse, lse_shift, row_max, q_tokens, kv_tokens,
-                q_heads, kv_heads, group, out_batch, out_head, out_token, promote, out_type,
+                q_heads, kv_heads, group, head_dim, out_batch, out_head, out_token, promote, out_type,
             };
             // SAFETY: the entry's contract.
             unsafe { attention::<$scores, $weights, { $stages as u32 }, $smooth>(call) }
