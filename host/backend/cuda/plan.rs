@@ -604,6 +604,7 @@ impl DevicePlan {
             .with(s.q_heads as u32)
             .with(s.kv_heads as u32)
             .with((s.q_heads / s.kv_heads) as u32)
+            .with(s.head_dim as u32)
             .with(batch)
             .with(head)
             .with(token)
