@@ -15,8 +15,11 @@ use vc_attention::{DType, Layout, Recipe, Tensor, io};
 /// Batch, heads, tokens, channels of the usual input: two blocks of keys, the second not full.
 const SHAPE: [usize; 4] = [1, 2, 160, 32];
 
+/// The program on the CPU, whatever the machine has.
 fn vca() -> Command {
-    Command::cargo_bin("vca").unwrap()
+    let mut command = Command::cargo_bin("vca").unwrap();
+    command.env("VCA_BACKEND", "cpu");
+    command
 }
 
 /// Pseudo-random values, about normal, the same for the same seed.
@@ -469,21 +472,50 @@ fn inspect_shows_shares_and_outliers() {
 
 #[test]
 fn bench_times_stages_and_cuts_large_shapes_down() {
+    let folder = Folder::new();
+    let json = folder.path("out.json");
     vca()
-        .args(["bench", "--shape", "1,2,200,32", "--recipe", "exact,vc8", "--runs", "1"])
+        .args(["bench", "--shape", "1,2,200,32", "--recipe", "exact,vc8", "--runs", "1", "--json"])
+        .arg(&json)
         .assert()
         .success()
         .stdout(
             predicate::str::contains("2 heads, 200 tokens, head_dim 32")
                 .and(predicate::str::contains("TFLOP/s")),
         );
+    let report = read_json(&json);
+    assert_eq!((&report["backend"], &report["ceilings"]), (&"cpu".into(), &Value::Null));
+    let call = &report["calls"][1];
+    assert_eq!((&call["recipe"], &call["tokens"], &call["runs"]), (&"vc8".into(), &200.into(), &1.into()));
+    let time = |i: usize| call["stages"][i]["median_ms"].as_f64().unwrap();
+    approx::assert_relative_eq!((0..5).map(time).sum::<f64>(), time(5), max_relative = 1e-6);
+    let tflops = call["stages"][4]["tflops"].as_f64().unwrap();
+    let flops = 4.0 * 2.0 * 200.0 * 200.0 * 32.0;
+    approx::assert_relative_eq!(tflops, flops / time(4) / 1e9, max_relative = 1e-6);
+
     vca()
-        .args(["bench", "--shape", "h3", "--tokens", "300", "--recipe", "vc16", "--runs", "1"])
+        .args(["bench", "--shape", "h3", "--lengths", "300,500", "--recipe", "vc16", "--runs", "1"])
         .assert()
         .success()
-        .stdout(predicate::str::contains("1 head, 300 tokens"))
+        .stdout(predicate::str::contains("1 head, 300 tokens").and(predicate::str::contains("500 tokens")))
         .stderr(predicate::str::contains("56 heads, 73,500 tokens").and(predicate::str::contains("--full")));
     vca().args(["bench", "--shape", "1,2,3"]).assert().code(2).stderr(predicate::str::contains("B,H,N,D"));
+    fails(vca().args(["bench", "--promote", "4"]), 2, &["--promote"]);
+}
+
+#[test]
+fn bench_takes_the_values_of_a_file() {
+    let folder = Folder::new();
+    let input = folder.input();
+    let bench = |shape: &str| {
+        let mut command = vca();
+        command.args(["bench", "--shape", shape, "--recipe", "vc8", "--runs", "1", "--data"]).arg(&input);
+        command
+    };
+    bench("1,3,300,32").assert().success().stdout(predicate::str::contains("values of"));
+    fails(&mut bench("1,3,300,64"), 2, &["head_dim 64", "given 32"]);
+    fails(vca().args(["bench", "--data", "nowhere.safetensors"]), 2, &["nowhere.safetensors"]);
+    fails(bench("1,3,300,32").arg("--json").arg(&input), 2, &["is the input"]);
 }
 
 #[test]
@@ -720,7 +752,9 @@ fn wrong_usage_is_exit_code_2() {
         command.arg("compare").arg(&input).args(arguments);
         command
     };
-    fails(&mut compare(&["--recipe", "vc9"]), 2, &["`vc9`", "vc16-expcast"]);
+    fails(&mut compare(&["--recipe", "vc9"]), 2, &["`vc9`", "vc16-expcast", "did you mean `vc8`?"]);
+    fails(&mut compare(&["--recipe", "VC16-exp-cast"]), 2, &["did you mean `vc16-expcast`?"]);
+    fails(&mut compare(&["--recipe", "vc8+ordr=cube"]), 2, &["did you mean `order`?"]);
     fails(&mut compare(&["--recipe", "vc8+order=spiral"]), 2, &["`spiral`", "kmeans"]);
     fails(&mut compare(&["--recipe", "vc8+colour=red"]), 2, &["`colour`", "order"]);
     fails(&mut compare(&["--scale", "nan"]), 2, &["`scale`", "NaN"]);
@@ -740,7 +774,24 @@ fn wrong_usage_is_exit_code_2() {
 #[test]
 fn a_backend_that_is_not_there_is_exit_code_1() {
     let folder = Folder::new();
-    fails(vca().arg("compare").arg(folder.input()).args(["--backend", "cuda"]), 1, &["`cuda`"]);
+    // Without a driver, or without such a GPU.
+    let device = ["--backend", "cuda", "--device", "4095"];
+    fails(vca().arg("compare").arg(folder.input()).args(device), 1, &["device: "]);
+}
+
+#[test]
+fn auto_is_silent_where_there_is_no_driver() {
+    let folder = Folder::new();
+    let input = folder.input();
+    let mut command = vca();
+    command.arg("compare").arg(&input).args(["--recipe", "vc16", "--backend", "auto"]);
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", error_text(&output));
+    #[cfg(feature = "cuda")]
+    if vc_attention::backend::cuda::driver_present() {
+        return;
+    }
+    assert_eq!(error_text(&output), "");
 }
 
 #[test]

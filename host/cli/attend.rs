@@ -5,10 +5,11 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use vc_attention::io::{self, Output};
 use vc_attention::tensor::Buffer;
-use vc_attention::{DType, Options, OutputType, Plan, Recipe, Tensor};
+use vc_attention::{DType, Options, OutputType, Plan, Problem, Recipe, Tensor};
 
 use super::failure::{Failure, Result, note, print};
 use super::input::{Input, InputOptions, title};
+use super::machine::{Finished, Processor, is_limit_of_gpu};
 use super::progress::Progress;
 use super::table::{percent, time};
 use super::{Machine, output};
@@ -50,10 +51,24 @@ enum OutDType {
     F32,
 }
 
+/// Runs a call on the processor, or on the CPU when the GPU's kernels do not take it and nobody insists.
+fn run_on(processor: &Processor, plan: &Plan, problem: &Problem, insists: bool) -> Result<Finished> {
+    match processor.run(plan, problem) {
+        Err(error) if processor.is_gpu() && is_limit_of_gpu(&error) => {
+            if insists {
+                return Err(Failure::usage(error.to_string()).with_hint("--backend cpu takes it"));
+            }
+            note(&format!("{error}; computing on the CPU"));
+            Ok(Processor::Cpu.run(plan, problem)?)
+        }
+        result => Ok(result?),
+    }
+}
+
 pub fn run(arguments: &Arguments) -> Result<()> {
     output::check(Some(&arguments.input), &[Some(&arguments.output)])?;
     let recipe = arguments.machine.recipe(&arguments.recipe)?;
-    let backend = arguments.machine.backend()?;
+    let processor = arguments.machine.processor()?;
     let input = Input::open(Some(&arguments.input), &arguments.options)?;
     let problem = input.problem()?;
     let options = Options { output: OutputType::F32, lse: arguments.lse };
@@ -61,7 +76,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
 
     let progress = Progress::new(1);
     progress.at(&recipe.name);
-    let run = vc_attention::run(&backend, &plan, &problem, None)?;
+    let run = run_on(&processor, &plan, &problem, arguments.machine.insists_on_gpu())?;
     drop(progress);
 
     let dtype = match arguments.out_dtype {
@@ -87,11 +102,12 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             plan.shape.batch * plan.shape.kv_heads
         ));
     }
+    let device = if run.on_cpu { Processor::Cpu.device() } else { processor.device() };
     let report = run.report;
     let share =
         report.mean_share.map_or(String::new(), |s| format!("; block means hold {}", percent(Some(s))));
     print(&format!(
-        "{}\n{}: {} (prepare {}, attend {}){share}\n",
+        "{}\n{} on {device}: {} (prepare {}, attend {}){share}\n",
         title(&input.name(), &plan.shape),
         recipe.name,
         time(report.total()),

@@ -6,17 +6,19 @@ use std::time::Duration;
 use clap::Args;
 use serde::Serialize;
 use vc_attention::backend::Backend;
+use vc_attention::backend::cpu::Cpu;
 use vc_attention::fidelity::{self, ErrorSources, Metrics, error_sources, reference};
 use vc_attention::grouping::TokenOrder;
 use vc_attention::recipe::baselines;
 use vc_attention::tensor::Buffer;
-use vc_attention::{Layout, Options, OutputType, Plan, Problem, Recipe, Shape, Tensor};
+use vc_attention::{Error, Layout, Options, OutputType, Plan, Problem, Recipe, Shape, Tensor};
 
 use super::failure::{Result, note, print};
 use super::input::{Input, InputOptions, title};
+use super::machine::{Finished, Machine, Processor, is_limit_of_gpu};
 use super::progress::Progress;
 use super::table::{best, cosine, decibel, figure, milliseconds, percent, ratio, table, time};
-use super::{Machine, output, plot};
+use super::{output, plot};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -88,6 +90,9 @@ pub struct Row {
     attend_ms: f64,
     /// Over the whole call of the recipe `exact`.
     speedup: f64,
+    /// Ran on the CPU, whatever the backend of the rest.
+    #[serde(skip)]
+    on_cpu: bool,
     /// Where the error comes from, where that was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     sources: Option<Sources>,
@@ -142,11 +147,11 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     } else {
         arguments.machine.recipes(&arguments.recipe)?
     };
-    let backend = arguments.machine.backend()?;
+    let mut processor = arguments.machine.processor()?;
     let input = Input::open(arguments.input.as_deref(), &arguments.options)?;
     let problem = input.problem()?;
     let shape = problem.validate()?;
-    let rows = compare(&backend, &problem, &shape, &recipes, arguments.sources)?;
+    let rows = compare(&mut processor, &problem, &shape, &recipes, arguments.sources)?;
 
     let title = title(&input.name(), &shape);
     let report = Report {
@@ -158,22 +163,24 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             kv_tokens: shape.kv_tokens,
             head_dim: shape.head_dim,
         },
-        backend: backend.name(),
-        device: backend.device(),
+        backend: processor.name(),
+        device: processor.device(),
         recipes: rows,
     };
     let json = arguments.json.as_ref().map_or(Ok(()), |path| output::write_json(path, &report));
     let plot = arguments.plot.as_ref().map_or(Ok(()), |path| plot::compare(path, &title, &report.recipes));
     // A file that could not be written must not keep the figures from being seen.
-    print(&format!("{title}\n{} ({})\n\n{}", report.backend, report.device, text(&report.recipes)))?;
+    let text = text(&report.recipes, processor.is_gpu());
+    print(&format!("{title}\n{} ({})\n\n{text}", report.backend, report.device))?;
     if report.recipes.iter().any(|row| row.rel_l2.is_nan()) {
         note("the input is not finite throughout, so there are no figures over the whole output");
     }
     json.and(plot)
 }
 
-fn compare<B: Backend>(
-    backend: &B,
+/// Runs all recipes. When a GPU does not take these tensors, the processor becomes the CPU.
+fn compare(
+    processor: &mut Processor,
     problem: &Problem,
     shape: &Shape,
     recipes: &[Recipe],
@@ -186,15 +193,14 @@ fn compare<B: Backend>(
         .map(|recipe| Plan::new(problem, recipe, options))
         .collect::<Result<_, vc_attention::Error>>()?;
     for plan in plans.iter().filter(|plan| plan.recipe.grouping.order == TokenOrder::Cube) {
-        backend.group(plan, problem, None)?; // cheap, and fails without a grid
+        Cpu.group(plan, problem, None)?; // cheap, and fails without a grid
     }
     let progress = Progress::new(recipes.len() + 2);
     progress.at("reference in f64");
     let reference = reference::attention(problem, shape);
     progress.step();
     progress.at("exact");
-    let exact =
-        vc_attention::run(backend, &Plan::new(problem, &baselines::exact(), options)?, problem, None)?;
+    let exact = run_on(processor, &Plan::new(problem, &baselines::exact(), options)?, problem)?;
     progress.step();
 
     let mut rows = Vec::new();
@@ -204,7 +210,7 @@ fn compare<B: Backend>(
         let run = if plan.recipe == baselines::exact() {
             &exact
         } else {
-            fresh = vc_attention::run(backend, &plan, problem, None)?;
+            fresh = run_on(processor, &plan, problem)?;
             &fresh
         };
         let Metrics { rel_l2, rmse, cosine, psnr_db, max_abs } =
@@ -226,11 +232,27 @@ fn compare<B: Backend>(
             prepare_ms: milliseconds(report.group + report.prepare),
             attend_ms: milliseconds(report.attend),
             speedup: exact.report.total().as_secs_f64() / report.total().as_secs_f64(),
+            on_cpu: run.on_cpu,
             sources: sources.map(Into::into),
         });
         progress.step();
     }
     Ok(rows)
+}
+
+/// Runs a call on the processor, or on the CPU when the GPU's kernels do not cover the recipe. When they do not
+/// take the tensors, the processor becomes the CPU for good.
+fn run_on(processor: &mut Processor, plan: &Plan, problem: &Problem) -> Result<Finished> {
+    match processor.run(plan, problem) {
+        Err(error) if processor.is_gpu() && is_limit_of_gpu(&error) => {
+            if matches!(error, Error::Tensor { .. }) {
+                note(&format!("{error}; computing on the CPU"));
+                *processor = Processor::Cpu;
+            }
+            Ok(Processor::Cpu.run(plan, problem)?)
+        }
+        result => Ok(result?),
+    }
 }
 
 /// An output as a caller who keeps the input's type gets it.
@@ -241,13 +263,14 @@ fn rounded(o: &Tensor, problem: &Problem) -> Tensor {
     }
 }
 
-fn text(rows: &[Row]) -> String {
+/// On a GPU the rows that the CPU computed are marked.
+fn text(rows: &[Row], gpu: bool) -> String {
     let mut table = table(&["recipe", "QK/PV", "rel L2", "cosine", "PSNR", "mean share", "time", "vs exact"]);
     let lowest = lowest(rows.iter().filter(|row| !row.is_exact()));
     for row in rows {
         let error = figure(ratio(row.rel_l2));
         table.add_row(vec![
-            (&row.name).into(),
+            if gpu && row.on_cpu { format!("{} *", row.name) } else { row.name.clone() }.into(),
             figure(format!("{}/{}", row.bits_qk, row.bits_pv)),
             if lowest.is_some_and(|lowest| std::ptr::eq(lowest, row)) { best(error) } else { error },
             figure(cosine(row.cosine)),
@@ -264,7 +287,18 @@ fn text(rows: &[Row]) -> String {
     for bits in [8, 4] {
         text.extend(verdict(rows, bits));
     }
-    text += "Times are of an emulation on the CPU: they say nothing about speed on a GPU.\n";
+    text += match (gpu, rows.iter().any(|row| row.on_cpu)) {
+        (false, _) => "Times are of an emulation on the CPU: they say nothing about speed on a GPU.\n",
+        (true, true) => {
+            "* Not covered by the GPU kernels (the recipe, or scores beyond f16): an emulation on the CPU, whose time \
+             says nothing about speed on a GPU.\n"
+        }
+        (true, false) => "",
+    };
+    if gpu {
+        text += "Times on the GPU are those of its stages on tensors that are there; `vs exact` is over exact attention \
+                 in f32 on this machine's CPU.\n";
+    }
     text
 }
 

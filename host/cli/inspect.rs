@@ -10,7 +10,7 @@ use vc_attention::grouping::{GroupingConfig, TokenOrder, group};
 use vc_attention::outliers::{self, Weight};
 use vc_attention::{Problem, Shape};
 
-use super::failure::{Result, print};
+use super::failure::{Result, note, print};
 use super::input::{Input, InputOptions, title};
 use super::progress::Progress;
 use super::table::{figure, percent, table};
@@ -92,7 +92,12 @@ pub struct Channel {
 
 pub fn run(arguments: &Arguments) -> Result<()> {
     output::check(arguments.input.as_deref(), &[arguments.json.as_ref(), arguments.plot.as_ref()])?;
-    arguments.machine.backend()?;
+    if arguments.machine.insists_on_gpu() {
+        arguments.machine.processor()?;
+        note("outliers and token orders are looked at on the CPU");
+    } else {
+        arguments.machine.threads()?;
+    }
     let input = Input::open(arguments.input.as_deref(), &arguments.options)?;
     let problem = input.problem()?;
     let shape = problem.validate()?;

@@ -8,6 +8,7 @@ mod doctor;
 mod failure;
 mod input;
 mod inspect;
+mod machine;
 mod output;
 mod plot;
 mod progress;
@@ -15,12 +16,11 @@ mod table;
 
 use std::process::ExitCode;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Parser, Subcommand};
 use vc_attention::Recipe;
-use vc_attention::backend::cpu::Cpu;
 use vc_attention::recipe::MODIFIERS;
 
-use failure::{Failure, Result};
+use machine::Machine;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -28,8 +28,11 @@ Examples:
   vca compare qkv.safetensors --json errors.json --plot errors.png
   vca attend qkv.safetensors -o out.safetensors --recipe vc16-expcast --lse
   vca inspect qkv.safetensors --plot outliers.png
-  vca bench --shape wan2.2
+  vca bench --shape wan2.2             stages, floors and the 40-step average, on a GPU at full size
   vca doctor
+
+--backend auto takes a GPU that the kernels run on when there is one, else the CPU; the environment variable
+VCA_BACKEND sets another default.
 
 Exit codes: 0 done, 1 failed, 2 bad usage or input.";
 
@@ -52,64 +55,12 @@ enum Command {
     Attend(attend::Arguments),
     /// Show the outliers of the values and what block means remove in each token order.
     Inspect(inspect::Arguments),
-    /// Time the stages of a call on made-up values of a model's shape.
+    /// Time the stages of a call of a model's shape, beside what the hardware would need at least.
     Bench(bench::Arguments),
     /// Say what this machine and this build have, and what is missing.
     Doctor(doctor::Arguments),
     /// Write a completion script for a shell.
     Completion(completion::Arguments),
-}
-
-/// Options of the commands that compute.
-#[derive(Args)]
-struct Machine {
-    /// Where to compute.
-    #[arg(long, value_enum, default_value_t = BackendName::Auto, help_heading = "Machine")]
-    backend: BackendName,
-    /// Threads of the CPU backend; all cores when absent.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..), help_heading = "Machine")]
-    threads: Option<u16>,
-    /// Seed of everything random: the start of the k-means, made-up values.
-    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Machine")]
-    seed: u64,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum BackendName {
-    /// The fastest that is there.
-    Auto,
-    Cpu,
-    Cuda,
-}
-
-impl Machine {
-    /// Sets the threads up and chooses the backend.
-    fn backend(&self) -> Result<Cpu> {
-        if let Some(threads) = self.threads {
-            rayon::ThreadPoolBuilder::new()
-                .num_threads(threads.into())
-                .build_global()
-                .map_err(|error| Failure::failed(format!("{threads} threads: {error}")))?;
-        }
-        match self.backend {
-            BackendName::Auto | BackendName::Cpu => Ok(Cpu),
-            BackendName::Cuda => Err(Failure::failed("backend `cuda`: this build has no CUDA backend")
-                .with_hint("--backend cpu runs the same recipes; `vca doctor` shows what this machine has")),
-        }
-    }
-
-    /// Reads a recipe; [`Machine::seed`] goes into its k-means unless the recipe names a seed itself.
-    fn recipe(&self, text: &str) -> Result<Recipe> {
-        let mut recipe = Recipe::parse(text)?;
-        if !text.contains("+seed=") {
-            recipe.grouping.seed = self.seed;
-        }
-        Ok(recipe)
-    }
-
-    fn recipes(&self, texts: &[String]) -> Result<Vec<Recipe>> {
-        texts.iter().map(|text| self.recipe(text)).collect()
-    }
 }
 
 /// Names of all recipes.

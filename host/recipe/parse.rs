@@ -203,6 +203,16 @@ pub(super) fn name_of_order(order: TokenOrder) -> &'static str {
     name_of(order, ORDER)
 }
 
+/// A question about the name nearest to a mistyped one; nothing where none is near.
+fn meant(given: &str, names: &[impl AsRef<str>]) -> String {
+    let distance = |name: &str| strsim::damerau_levenshtein(&given.to_lowercase(), name);
+    let nearest = names.iter().map(AsRef::as_ref).min_by_key(|name| distance(name));
+    match nearest.filter(|name| distance(name) <= (name.len() / 3).max(1)) {
+        Some(name) => format!(" (did you mean `{name}`?)"),
+        None => String::new(),
+    }
+}
+
 impl Recipe {
     /// Reads a recipe as the command line writes it: a name, then any of [`MODIFIERS`] in any order, each once.
     ///
@@ -222,7 +232,7 @@ impl Recipe {
         let name = parts.next().unwrap_or_default();
         let mut recipe = Recipe::all().into_iter().find(|recipe| recipe.name == name).ok_or_else(|| {
             let names: Vec<_> = Recipe::all().into_iter().map(|recipe| recipe.name).collect();
-            fail(format!("expected one of {}, given `{name}`", names.join(", ")))
+            fail(format!("expected one of {}, given `{name}`{}", names.join(", "), meant(name, &names)))
         })?;
         recipe.name = text.into();
 
@@ -233,7 +243,8 @@ impl Recipe {
                 .ok_or_else(|| fail(format!("expected `+MODIFIER=VALUE` after the name, given `+{part}`")))?;
             let index = MODIFIERS.iter().position(|modifier| modifier.name == name).ok_or_else(|| {
                 let names: Vec<_> = MODIFIERS.iter().map(|modifier| modifier.name).collect();
-                fail(format!("expected one of the modifiers {}, given `{name}`", names.join(", ")))
+                let meant = meant(name, &names);
+                fail(format!("expected one of the modifiers {}, given `{name}`{meant}", names.join(", ")))
             })?;
             if given[index].replace(value).is_some() {
                 return Err(fail(format!("expected every modifier once, given `{name}` twice")));

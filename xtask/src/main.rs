@@ -1,6 +1,8 @@
 //! Project tasks in place of shell scripts: `cargo xtask --help`.
 
 mod budget;
+mod bundle;
+mod cust;
 mod kernels;
 mod mutants;
 mod ptx;
@@ -30,6 +32,19 @@ enum Task {
         #[arg(long)]
         check: bool,
     },
+    /// Gather the GPU tests, `gpu-check`, `vca` and their inputs in one folder for a machine with a GPU and no Rust.
+    ///
+    /// There, `./run` says what it can do.
+    GpuBundle {
+        /// The folder; a bundle that is there is replaced.
+        #[arg(short, long, value_name = "DIR", default_value = ".bundle")]
+        output: PathBuf,
+        /// Also the example of vc-attention-cust, which does not start without a driver.
+        #[arg(long)]
+        cust: bool,
+    },
+    /// Link the example of vc-attention-cust on a machine without a CUDA driver, against a stand-in for libcuda.
+    Cust,
     /// Plant faults into copies of the kernels (kernels-gpu/mutants.toml) and run the emulated tests on each.
     Mutants {
         /// Only those whose names contain this.
@@ -51,6 +66,11 @@ fn root() -> &'static Path {
 fn main() -> Result<()> {
     match Cli::parse().task {
         Task::Kernels { check } => kernels::run(check),
+        Task::GpuBundle { output, cust } => bundle::run(&output, cust),
+        Task::Cust => {
+            println!("{}", cust::build()?.display());
+            Ok(())
+        }
         Task::Mutants { filter } => mutants::run(filter.as_deref()),
         Task::Ptxas { wheel } => ptxas::install(wheel.as_deref()),
     }

@@ -322,7 +322,49 @@ pub struct Dequantized {
     pub qk_dim: usize,
 }
 
+/// The low-bit operands of one query head as the values of their codes, each exact in its format: what a GPU has
+/// to write bit for bit. Empty where the head has no valid key, or one that is not finite.
+#[derive(Clone, Copy, Debug)]
+pub struct Codes<'a> {
+    /// Queries, [q_tokens, [`Plan::qk_dim`]]; zeros in a row that is not finite.
+    pub q: &'a [f32],
+    /// Keys in grouped order, [kv_len, [`Plan::qk_dim`]].
+    pub k: &'a [f32],
+    /// Token mean that was taken from the keys, [head_dim]; empty where none was.
+    pub k_mean: &'a [f32],
+    /// Values or their residuals in grouped order, [kv_len rounded up to 16, [`Plan::v_dim`]].
+    pub v: &'a [f32],
+    /// Factor of every channel of V, [[`Plan::v_dim`]].
+    pub v_scale: &'a [f32],
+    /// Block means divided by the channel's factor, [blocks, [`Plan::v_dim`]]; empty without demeaning.
+    pub means: &'a [f32],
+}
+
 impl Cpu {
+    /// The operands of one query head as they would be stored.
+    ///
+    /// # Panics
+    /// When the head does not exist or the operands come from another plan.
+    pub fn codes<'a>(
+        &self,
+        plan: &Plan,
+        [batch, q_head]: [usize; 2],
+        q: &'a Queries,
+        k: &'a Keys,
+        v: &'a Values,
+    ) -> Codes<'a> {
+        let index = batch * plan.shape.kv_heads + plan.shape.kv_head(q_head);
+        let (k, v) = (&k.heads[index], &v.heads[index]);
+        Codes {
+            q: &q.heads[batch * plan.shape.q_heads + q_head].codes,
+            k: &k.codes,
+            k_mean: &k.mean,
+            v: &v.codes,
+            v_scale: &v.scale,
+            means: &v.means,
+        }
+    }
+
     /// The values that the kernel's operands stand for, for one query head: what separates the error of the
     /// kernel from the error of the method. NaN where an operand was not finite.
     ///

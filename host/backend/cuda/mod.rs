@@ -6,7 +6,9 @@
 
 mod driver;
 mod embedded;
+mod event;
 mod plan;
+mod probe;
 mod workspace;
 
 use std::sync::Arc;
@@ -15,9 +17,11 @@ use cudarc::driver::CudaStream;
 
 pub use self::driver::{Buffer, Device, DevicePtr, Function, Stream, driver_present};
 pub use self::embedded::{Image, images};
+pub use self::event::{StageTimes, Stopwatch, time_stages};
 pub use self::plan::{
     DeviceObserved, DeviceOperands, DevicePlan, Grouping, PROMOTE, Rope, Spec, Strides, Tensors,
 };
+pub use self::probe::{Listed, driver_version, gpus};
 use super::cpu::{Cpu, F16_SCORE_LIMIT};
 use super::{Backend, Observed, Output};
 use crate::error::{Error, Result};

@@ -64,6 +64,18 @@ mod device {
         d
     }
 
+    /// `fma.rn.sat.f16x2`: `a * b + c`, rounded once, then clamped to 0..=1; NaN becomes 0.
+    #[inline(always)]
+    pub fn fma_sat(a: u32, b: u32, c: u32) -> u32 {
+        let d: u32;
+        // SAFETY: registers in, register out.
+        unsafe {
+            asm!("fma.rn.sat.f16x2 {}, {}, {}, {};", out(reg32) d, in(reg32) a, in(reg32) b, in(reg32) c,
+                options(pure, nomem, nostack))
+        }
+        d
+    }
+
     /// `ex2.approx.f16x2`: 2 to the power of each half, maximum relative error 2^-9.9.
     #[inline(always)]
     pub fn exp2(a: u32) -> u32 {
@@ -143,6 +155,11 @@ mod host {
             u32::from(bits(if inexact { f64::from_bits(odd) } else { sum }))
         };
         half(a, b, c) | half(a >> 16, b >> 16, c >> 16) << 16
+    }
+
+    /// `fma.rn.sat.f16x2`: `a * b + c`, rounded once, then clamped to 0..=1; NaN becomes 0.
+    pub fn fma_sat(a: u32, b: u32, c: u32) -> u32 {
+        each(fma(a, b, c), 0, |x, _| if x > 0.0 { x.min(1.0) } else { 0.0 })
     }
 
     /// `ex2.approx.f16x2`, rounded correctly; the hardware is within 2^-9.9 of it.

@@ -23,6 +23,21 @@ mod device {
         other
     }
 
+    /// `shfl.sync.idx.b32` from lane 0. The assembler knows that the result is the same in all lanes, and keeps what
+    /// is computed from it in uniform registers.
+    ///
+    /// # Safety
+    /// All 32 lanes execute it together.
+    #[inline(always)]
+    pub unsafe fn broadcast(value: u32) -> u32 {
+        let first: u32;
+        // SAFETY: the whole warp takes part.
+        unsafe {
+            asm!("shfl.sync.idx.b32 {}, {}, 0, 31, -1;", out(reg32) first, in(reg32) value, options(nomem, nostack))
+        }
+        first
+    }
+
     /// `vote.sync.any.pred`: whether any lane says yes.
     ///
     /// # Safety
@@ -87,6 +102,15 @@ mod host {
     pub unsafe fn shuffle_xor<const MASK: u32>(value: u32) -> u32 {
         const { assert!(MASK < 32) }
         warp("shfl.sync.bfly", MASK, value.into(), false)[((thread_index() ^ MASK) % 32) as usize] as u32
+    }
+
+    /// `shfl.sync.idx.b32` from lane 0.
+    ///
+    /// # Safety
+    /// As on the device; what is broken of it is a fault.
+    #[track_caller]
+    pub unsafe fn broadcast(value: u32) -> u32 {
+        warp("shfl.sync.idx", 0, value.into(), false)[0] as u32
     }
 
     /// `vote.sync.any.pred`: whether any lane says yes.

@@ -1,0 +1,144 @@
+//! A CUDA driver for machines without a GPU: as much of the driver API as this crate calls, with host memory for
+//! device memory, kernels that do nothing and events a millisecond apart. `tests/gpu_cli.rs` builds it as
+//! `libcuda.so`, so that everything around the kernels (choosing a GPU, falling back, timing, reporting) runs
+//! wherever the tests do. `FAKE_CUDA` says what is wrong with it.
+
+#![allow(non_snake_case)]
+
+use std::env;
+use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::ptr;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+const SUCCESS: c_int = 0;
+const NO_DEVICE: c_int = 100;
+const UNSUPPORTED_PTX: c_int = 222;
+/// Handles only have to differ from null.
+const HANDLE: *mut c_void = 0x1000 as *mut c_void;
+
+fn is(what: &str) -> bool {
+    env::var("FAKE_CUDA").is_ok_and(|given| given == what)
+}
+
+unsafe extern "C" {
+    fn calloc(count: usize, size: usize) -> *mut c_void;
+    fn free(at: *mut c_void);
+}
+
+/// Defines entries of the driver API whose body gives the status.
+macro_rules! entries {
+    ($($name:ident($($arg:ident: $type:ty),*) $body:block)*) => {$(
+        /// See the CUDA driver API.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($arg: $type),*) -> c_int {
+            $(let _ = &$arg;)*
+            // SAFETY: whoever calls the driver API passes what it asks for.
+            #[allow(unused_unsafe)]
+            unsafe { $body }
+        }
+    )*};
+}
+
+/// Writes a result and succeeds.
+unsafe fn give<T>(to: *mut T, value: T) -> c_int {
+    unsafe { to.write(value) };
+    SUCCESS
+}
+
+static CONTEXT: AtomicUsize = AtomicUsize::new(0);
+static NOW: AtomicUsize = AtomicUsize::new(0);
+
+entries! {
+    cuInit(flags: c_uint) { if is("no-device") { NO_DEVICE } else { SUCCESS } }
+    cuDriverGetVersion(version: *mut c_int) { give(version, if is("old-driver") { 11_080 } else { 13_000 }) }
+    cuDeviceGetCount(count: *mut c_int) { give(count, 1) }
+    cuDeviceGet(device: *mut c_int, ordinal: c_int) {
+        if ordinal == 0 { give(device, 0) } else { 101 }
+    }
+    cuDeviceGetName(name: *mut c_char, len: c_int, device: c_int) {
+        let text = b"Fake GPU\0";
+        ptr::copy_nonoverlapping(text.as_ptr().cast(), name, text.len());
+        SUCCESS
+    }
+    cuDeviceTotalMem_v2(bytes: *mut usize, device: c_int) { give(bytes, 64 << 30) }
+    cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, device: c_int) {
+        give(value, match attribute {
+            16 => 132,
+            75 => if is("ampere") { 8 } else { 9 },
+            _ => 0,
+        })
+    }
+    cuDevicePrimaryCtxRetain(context: *mut *mut c_void, device: c_int) { give(context, HANDLE) }
+    cuDevicePrimaryCtxRelease_v2(device: c_int) { SUCCESS }
+    cuCtxGetCurrent(context: *mut *mut c_void) { give(context, CONTEXT.load(Ordering::Relaxed) as *mut c_void) }
+    cuCtxSetCurrent(context: *mut c_void) {
+        CONTEXT.store(context as usize, Ordering::Relaxed);
+        SUCCESS
+    }
+    cuCtxSynchronize() { SUCCESS }
+    cuModuleLoadDataEx(
+        module: *mut *mut c_void, image: *const c_void, options: c_uint, names: *mut c_int, values: *mut *mut c_void
+    ) {
+        if is("old-driver") { UNSUPPORTED_PTX } else { give(module, HANDLE) }
+    }
+    cuModuleUnload(module: *mut c_void) { SUCCESS }
+    cuModuleGetFunction(function: *mut *mut c_void, module: *mut c_void, name: *const c_char) {
+        give(function, HANDLE)
+    }
+    cuFuncGetAttribute(value: *mut c_int, attribute: c_int, function: *mut c_void) {
+        // Shared bytes, local bytes, registers.
+        give(value, match attribute { 1 => 1024, 3 if is("spills") => 16, 4 => 168, _ => 0 })
+    }
+    cuFuncSetAttribute(function: *mut c_void, attribute: c_int, value: c_int) { SUCCESS }
+    cuMemAlloc_v2(at: *mut u64, bytes: usize) {
+        // Handed out in steps of 256, as the real driver does.
+        let memory = calloc(bytes + 256, 1) as u64;
+        let aligned = (memory + 256) & !255;
+        ((aligned - 8) as *mut u64).write(memory);
+        give(at, aligned)
+    }
+    cuMemFree_v2(at: u64) {
+        free(((at - 8) as *mut u64).read() as *mut c_void);
+        SUCCESS
+    }
+    cuMemcpyHtoD_v2(to: u64, from: *const c_void, bytes: usize) {
+        ptr::copy_nonoverlapping(from.cast::<u8>(), to as *mut u8, bytes);
+        SUCCESS
+    }
+    cuMemcpyDtoH_v2(to: *mut c_void, from: u64, bytes: usize) {
+        ptr::copy_nonoverlapping(from as *const u8, to.cast(), bytes);
+        SUCCESS
+    }
+    cuMemsetD8Async(to: u64, byte: u8, bytes: usize, stream: *mut c_void) {
+        ptr::write_bytes(to as *mut u8, byte, bytes);
+        SUCCESS
+    }
+    cuStreamCreate(stream: *mut *mut c_void, flags: c_uint) { give(stream, HANDLE) }
+    cuStreamDestroy_v2(stream: *mut c_void) { SUCCESS }
+    cuStreamSynchronize(stream: *mut c_void) { SUCCESS }
+    cuLaunchKernel(
+        function: *mut c_void, x: c_uint, y: c_uint, z: c_uint, bx: c_uint, by: c_uint, bz: c_uint, shared: c_uint,
+        stream: *mut c_void, parameters: *mut *mut c_void, extra: *mut *mut c_void
+    ) { SUCCESS }
+    cuEventCreate(event: *mut *mut c_void, flags: c_uint) { give(event, calloc(1, size_of::<usize>())) }
+    cuEventDestroy_v2(event: *mut c_void) {
+        free(event);
+        SUCCESS
+    }
+    cuEventRecord(event: *mut c_void, stream: *mut c_void) {
+        give(event.cast(), NOW.fetch_add(1, Ordering::Relaxed))
+    }
+    cuEventSynchronize(event: *mut c_void) { SUCCESS }
+    cuEventElapsedTime(milliseconds: *mut f32, start: *mut c_void, end: *mut c_void) {
+        give(milliseconds, (end.cast::<usize>().read() - start.cast::<usize>().read()) as f32)
+    }
+    cuGetErrorName(error: c_int, text: *mut *const c_char) {
+        give(text, match error {
+            NO_DEVICE => c"CUDA_ERROR_NO_DEVICE",
+            101 => c"CUDA_ERROR_INVALID_DEVICE",
+            UNSUPPORTED_PTX => c"CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
+            _ => c"CUDA_ERROR_UNKNOWN",
+        }.as_ptr())
+    }
+    cuGetErrorString(error: c_int, text: *mut *const c_char) { give(text, c"a fake error".as_ptr()) }
+}

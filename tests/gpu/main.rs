@@ -1,0 +1,19 @@
+//! The CUDA backend on this machine's GPU: stages bit for bit against the CPU's, the grouping, the attention, and
+//! what an application that embeds a plan relies on.
+//!
+//! Without a GPU every test says so on stderr and passes; `VCA_REQUIRE_GPU=1` makes that a failure. Tests whose
+//! names begin with `sanitize_` are the small ones for `compute-sanitizer`. `cargo xtask gpu-bundle` packs this
+//! binary for a machine without Rust; real inputs are then found by `VCA_DATA` or beside the program.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod attention;
+mod call;
+mod device;
+mod embedding;
+mod grouping;
+mod inputs;
+mod large;
+mod sanitize;
+mod stages;

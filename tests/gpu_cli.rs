@@ -1,0 +1,260 @@
+//! The program beside a GPU, on a driver that is faked: what it chooses, what falls back to the CPU, what it says.
+//! What kernels compute is tested where there is a GPU.
+
+#![cfg(all(target_os = "linux", feature = "cuda"))]
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Output;
+use std::sync::LazyLock;
+
+use assert_cmd::Command;
+use serde_json::Value;
+use tempfile::TempDir;
+use vc_attention::{DType, Layout, Recipe, Tensor, io};
+
+/// The folder that holds the faked `libcuda.so`.
+static DRIVER: LazyLock<TempDir> = LazyLock::new(|| {
+    let folder = tempfile::tempdir().unwrap();
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake_driver/libcuda.rs");
+    let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
+    let status = std::process::Command::new(rustc)
+        .args(["--edition=2024", "--crate-type=cdylib", "-Copt-level=1", "-o"])
+        .arg(folder.path().join("libcuda.so"))
+        .arg(source)
+        .status()
+        .unwrap();
+    assert!(status.success());
+    folder
+});
+
+/// `vca` on the faked driver; `defect` is one of those that the driver knows, or nothing.
+fn vca(defect: &str) -> Command {
+    let mut command = Command::cargo_bin("vca").unwrap();
+    command.env("LD_LIBRARY_PATH", DRIVER.path()).env("FAKE_CUDA", defect).env_remove("VCA_BACKEND");
+    command
+}
+
+fn input(folder: &TempDir, dtype: DType) -> PathBuf {
+    let shape = [1, 2, 160, 64];
+    let tensor = |seed: u32| {
+        let mut state = seed;
+        let mut value = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) as f32 / (1 << 22) as f32 - 2.0
+        };
+        let values = (0..shape.iter().product()).map(|_: usize| value()).collect();
+        Tensor::from_bhsd(values, shape, dtype, Layout::Bhsd)
+    };
+    let tensors = [tensor(3), tensor(5), tensor(7)];
+    let outputs: Vec<_> = ["q", "k", "v"]
+        .iter()
+        .zip(&tensors)
+        .map(|(name, tensor)| io::Output::tensor(name, tensor, 3).unwrap())
+        .collect();
+    let path = folder.path().join("input.safetensors");
+    io::write(&path, &outputs, &BTreeMap::new()).unwrap();
+    path
+}
+
+fn texts(output: &Output) -> (String, String) {
+    (String::from_utf8(output.stdout.clone()).unwrap(), String::from_utf8(output.stderr.clone()).unwrap())
+}
+
+/// A run that succeeds: standard output, standard error.
+#[track_caller]
+fn succeeds(command: &mut Command) -> (String, String) {
+    let output = command.output().unwrap();
+    let (out, err) = texts(&output);
+    assert!(output.status.success(), "{err}");
+    (out, err)
+}
+
+/// A run that fails with this exit code and a first line that holds all of `words`.
+#[track_caller]
+fn fails(command: &mut Command, code: i32, words: &[&str]) {
+    let output = command.output().unwrap();
+    let (_, err) = texts(&output);
+    assert_eq!(output.status.code(), Some(code), "{err}");
+    let line = err.lines().next().unwrap_or_default();
+    for word in words {
+        assert!(line.contains(word), "`{word}` is not in: {err}");
+    }
+}
+
+fn read_json(path: &Path) -> Value {
+    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+}
+
+#[test]
+fn compare_marks_the_rows_that_the_kernels_do_not_cover() {
+    let folder = tempfile::tempdir().unwrap();
+    let (input, json) = (input(&folder, DType::Bf16), folder.path().join("out.json"));
+    let (out, err) = succeeds(vca("").arg("compare").arg(&input).arg("--json").arg(&json));
+    assert_eq!(err, "");
+    assert!(out.contains("cuda (Fake GPU, compute capability 9.0)"), "{out}");
+    let marked = |name: &str| {
+        let row = out.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+        row.into_iter().find(|row| row.first() == Some(&name)).unwrap()[1] == "*"
+    };
+    for recipe in Recipe::all() {
+        let on_gpu = ["vc8-fp8qk", "vc16", "vc16-expcast"].contains(&&recipe.name[..]);
+        if on_gpu {
+            assert!(!marked(&recipe.name), "{out}");
+        }
+    }
+    assert!(marked("exact") && marked("sage3") && marked("vc4"), "{out}");
+    assert!(out.contains("* Not covered by the GPU kernels"), "{out}");
+
+    let json = read_json(&json);
+    assert_eq!(json["backend"], "cuda");
+    let recipe = |name: &str| json["recipes"].as_array().unwrap().iter().find(|r| r["name"] == name).unwrap();
+    // Kernels that do nothing leave zeros; the CPU's rows are right.
+    assert_eq!(recipe("vc16")["rel_l2"], 1.0);
+    assert!(recipe("exact")["rel_l2"].as_f64().unwrap() < 1e-5);
+    // The faked clock: a millisecond a stage, of which preparation has three besides the grouping.
+    assert_eq!((&recipe("vc16")["prepare_ms"], &recipe("vc16")["attend_ms"]), (&4.0.into(), &1.0.into()));
+    assert!(recipe("vc16").get("backend").is_none());
+}
+
+#[test]
+fn compare_takes_f32_to_the_cpu() {
+    let folder = tempfile::tempdir().unwrap();
+    let (input, json) = (input(&folder, DType::F32), folder.path().join("out.json"));
+    let (out, err) = succeeds(
+        vca("").arg("compare").arg(&input).args(["--recipe", "exact,vc16,vc8-fp8qk", "--json"]).arg(&json),
+    );
+    assert_eq!(err.lines().count(), 1, "{err}");
+    assert!(err.contains("f16 or bf16 on the GPU") && err.contains("computing on the CPU"), "{err}");
+    assert!(!out.contains('*') && out.contains("emulation on the CPU"), "{out}");
+    let json = read_json(&json);
+    assert_eq!(json["backend"], "cpu");
+    assert!(json["recipes"][1]["rel_l2"].as_f64().unwrap() < 0.05);
+}
+
+#[test]
+fn attend_falls_back_unless_a_gpu_is_insisted_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let (input, out) = (input(&folder, DType::Bf16), folder.path().join("out.safetensors"));
+    let attend = |recipe: &str| {
+        let mut command = vca("");
+        command.arg("attend").arg(&input).arg("-o").arg(&out).args(["--recipe", recipe]);
+        command
+    };
+    let (text, err) = succeeds(&mut attend("vc16-expcast"));
+    assert!(text.contains("on Fake GPU") && err.is_empty(), "{text}{err}");
+    let (text, err) = succeeds(&mut attend("vc4"));
+    assert!(!text.contains("Fake GPU"), "{text}");
+    assert!(err.contains("GPU kernels do not cover") && err.contains("computing on the CPU"), "{err}");
+    fails(attend("vc4").args(["--backend", "cuda"]), 2, &["`vc4`", "GPU kernels do not cover"]);
+    let (text, _) = succeeds(attend("vc16").args(["--backend", "cpu"]));
+    assert!(!text.contains("Fake GPU"), "{text}");
+    let (text, _) = succeeds(attend("vc16").env("VCA_BACKEND", "cpu"));
+    assert!(!text.contains("Fake GPU"), "{text}");
+}
+
+#[test]
+fn a_gpu_or_driver_that_is_refused_is_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let input = input(&folder, DType::Bf16);
+    for (defect, words) in [
+        ("no-device", "CUDA_ERROR_NO_DEVICE"),
+        ("ampere", "compute capability 8.0"),
+        ("old-driver", "the driver (CUDA 11.8) is too old"),
+    ] {
+        let compare = || {
+            let mut command = vca(defect);
+            command.arg("compare").arg(&input).args(["--recipe", "vc16"]);
+            command
+        };
+        let (out, err) = succeeds(&mut compare());
+        assert_eq!(err.lines().count(), 1, "{defect}: {err}");
+        assert!(err.starts_with("note: ") && err.contains(words), "{defect}: {err}");
+        assert!(out.contains("cpu ("), "{defect}: {out}");
+        let (_, err) = succeeds(compare().args(["--backend", "cpu"]));
+        assert_eq!(err, "", "{defect}");
+        fails(compare().args(["--backend", "cuda"]), 1, &[words]);
+
+        let (out, _) = succeeds(vca(defect).arg("doctor"));
+        assert!(out.split("What is missing").nth(1).unwrap().contains(words), "{defect}: {out}");
+    }
+    fails(
+        vca("").arg("compare").arg(&input).args(["--backend", "cuda", "--device", "3"]),
+        1,
+        &["GPU 3", "CUDA_ERROR_INVALID_DEVICE"],
+    );
+}
+
+#[test]
+fn doctor_reads_the_kernels_back() {
+    let (out, _) = succeeds(vca("").args(["doctor", "--json"]));
+    let report: Value = serde_json::from_str(&out).unwrap();
+    let cuda = &report["cuda"];
+    assert_eq!((&report["backend"], &cuda["driver_cuda"]), (&"cuda".into(), &"13.0".into()));
+    assert_eq!(cuda["gpus"][0]["name"], "Fake GPU");
+    assert_eq!(cuda["gpus"][0]["compute_capability"], "9.0");
+    let kernels = cuda["loaded"]["kernels"].as_array().unwrap();
+    assert_eq!(kernels.len() as u64, cuda["embedded"][0]["kernels"].as_u64().unwrap());
+    assert_eq!((&kernels[0]["registers"], &kernels[0]["local_bytes"]), (&168.into(), &0.into()));
+    assert_eq!(report["missing"], serde_json::json!([]));
+
+    let (out, _) = succeeds(vca("").arg("doctor"));
+    assert!(out.contains("serves CUDA 13.0") && out.contains("0: Fake GPU"), "{out}");
+    assert!(out.contains("attention_sm90_f16_expcast_smooth"), "{out}");
+    let (out, _) = succeeds(vca("spills").arg("doctor"));
+    assert!(
+        out.split("What is missing").nth(1).unwrap().contains("attention_sm90_f16_expcast_smooth"),
+        "{out}"
+    );
+}
+
+#[test]
+fn bench_prints_stages_floors_and_the_average_step() {
+    let folder = tempfile::tempdir().unwrap();
+    let json = folder.path().join("out.json");
+    let (out, err) = succeeds(
+        vca("")
+            .args(["bench", "--shape", "1,2,512,128", "--runs", "3", "--promote", "4", "--json"])
+            .arg(&json),
+    );
+    assert_eq!(err, "");
+    for recipe in ["vc16-expcast", "vc8-fp8qk", "vc16"] {
+        assert!(
+            out.lines().any(|line| line.trim_start().starts_with(recipe) && line.contains("floor")),
+            "{out}"
+        );
+    }
+    assert!(out.contains("sums to f32 every 4 key blocks"), "{out}");
+    let json = read_json(&json);
+    let call = &json["calls"][0];
+    assert_eq!((&call["runs"], &call["tokens"], &call["promote"]), (&3.into(), &512.into(), &4.into()));
+    let median = |name: &str| {
+        let stages = call["stages"].as_array().unwrap();
+        stages.iter().find(|s| s["stage"] == name).unwrap()["median_ms"].as_f64().unwrap()
+    };
+    // The faked clock: a millisecond a stage.
+    assert_eq!([median("group, cold"), median("prepare Q, K, V"), median("attention")], [1.0, 3.0, 1.0]);
+    assert_eq!((median("whole call, cold"), median("whole call, order reused")), (5.0, 1.0));
+    approx::assert_relative_eq!(median("average of 40 steps"), 4.0 + 3.0 / 40.0, max_relative = 1e-6);
+
+    let (out, _) =
+        succeeds(vca("").args(["bench", "--shape", "1,1,512,64", "--lengths", "256,1000", "--runs", "1"]));
+    assert!(out.contains(" 256 ") && out.contains(" 1,000 ") && !out.contains("ratio"), "{out}");
+    fails(vca("").args(["bench", "--recipe", "sage3"]), 2, &["`sage3`", "GPU kernels do not cover"]);
+}
+
+#[test]
+fn bench_takes_the_values_of_a_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let input = input(&folder, DType::F16);
+    let bench = |shape: &str| {
+        let mut command = vca("");
+        command.args(["bench", "--shape", shape, "--runs", "1", "--recipe", "vc16", "--data"]).arg(&input);
+        command
+    };
+    let (out, _) = succeeds(&mut bench("1,3,400,64"));
+    assert!(out.contains("values of") && out.contains("input.safetensors"), "{out}");
+    fails(&mut bench("1,3,400,128"), 2, &["head_dim 128", "given 64"]);
+    fails(bench("1,3,400,64").arg("--json").arg(&input), 2, &["is the input"]);
+}
