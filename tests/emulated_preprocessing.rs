@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use kernels_gpu::emulation::{Launch, Memory, Schedule};
 use kernels_gpu::formats::e4m3;
 use kernels_gpu::kernels::tiles::{self, KEYS, MEAN_BLOCKS, MEAN_BYTES, ROWS, V_BYTES};
-use kernels_gpu::kernels::{Entry, PREPARE, kmeans, order, quantize_k, quantize_q, smooth_v, stats};
+use kernels_gpu::kernels::{Entry, PREPARE, kmeans, order, quantize_k, quantize_q, smooth_v, stats, tour};
 use kernels_gpu::layout::scale_groups;
 use kernels_gpu::numerics::{mean, units};
 use rand::rngs::ChaCha8Rng;
@@ -430,7 +430,7 @@ fn cluster(bf16_bits: bool, tokens: usize, valid: usize, clusters: usize, schedu
             [kmeans_assign_bf16, kmeans_assign_f16],
             (v_in, lens, targets.cast_const().cast(), norms, labels, b, h, t, n, 1, d, k, 0)
         );
-        run!(&gpu, schedule, chunks, order::order_count(labels, lens, counts, n, 1, k));
+        run!(&gpu, schedule, chunks, order::order_count(labels, std::ptr::null(), lens, counts, n, 1, k));
         run!(&gpu, schedule, 1, order::order_scan(counts, starts, run_list, run_starts, n, k));
         run!(&gpu, schedule, chunks, order::order_scatter(labels, lens, counts, starts, order_out, n, 1, k));
         run_typed!(
@@ -482,6 +482,50 @@ fn cluster(bf16_bits: bool, tokens: usize, valid: usize, clusters: usize, schedu
             }
         }
     }
+
+    // Clusters numbered along a path through their centroids.
+    let (old_labels, old_centroids) = (gpu.read(labels), gpu.read(centroids));
+    let distances = gpu.output::<f32>("distances", clusters * clusters);
+    let numbers = gpu.output::<u16>("numbers", clusters);
+    let blocks = clusters.div_ceil(32) * clusters.div_ceil(32);
+    run!(&gpu, schedule, blocks, tour::kmeans_distances(lens, centroids, distances, n, 1, d, k, 0));
+    run!(&gpu, schedule, 1, tour::kmeans_tour(lens, starts, distances, centroids, numbers, n, 1, d, k, 0));
+    run!(&gpu, schedule, chunks, order::order_count(labels, numbers, lens, counts, n, 1, k));
+    let live = clusters.min(valid);
+    let occupied = |c: usize| old_labels[..valid].contains(&(c as u16));
+    let path = path(&old_centroids[..live * dim], dim, occupied);
+    let (numbers, new_centroids, new_labels) = (gpu.read(numbers), gpu.read(centroids), gpu.read(labels));
+    for (number, &old) in path.iter().enumerate() {
+        assert_eq!(usize::from(numbers[old]), number, "{context}: cluster {old}");
+        let (new, old) = (&new_centroids[number * dim..][..dim], &old_centroids[old * dim..][..dim]);
+        assert!(new.iter().zip(old).all(|(a, b)| a.to_bits() == b.to_bits()), "{context}: centroid {number}");
+    }
+    for (new, old) in new_labels[..valid].iter().zip(&old_labels) {
+        assert_eq!(*new, numbers[usize::from(*old)], "{context}");
+    }
+}
+
+/// Cheapest insertion: clusters join by number, each where it lengthens the path least; empty ones at the end.
+fn path(centroids: &[f32], dim: usize, occupied: impl Fn(usize) -> bool) -> Vec<usize> {
+    let clusters = centroids.len() / dim;
+    let between = |a: usize, b: usize| -> f32 {
+        (0..dim).map(|c| centroids[a * dim + c] - centroids[b * dim + c]).map(|x| x * x).sum()
+    };
+    let mut path: Vec<usize> = Vec::new();
+    for new in (0..clusters).filter(|c| occupied(*c)) {
+        let longer = |place: usize| match place {
+            0 => path.first().map_or(0.0, |&next| between(next, new)),
+            place if place == path.len() => between(path[place - 1], new),
+            place => {
+                let (last, next) = (path[place - 1], path[place]);
+                between(last, new) + between(new, next) - between(last, next)
+            }
+        };
+        let best = (0..=path.len()).min_by(|a, b| longer(*a).total_cmp(&longer(*b))).expect("a place");
+        path.insert(best, new);
+    }
+    path.extend((0..clusters).filter(|c| !occupied(*c)));
+    path
 }
 
 #[test]
