@@ -14,7 +14,10 @@ pub fn run(gpu: &Gpu, kernels: &[Kernel], cli: &Cli, alive: &dyn Fn()) -> Result
     println!("kernel, tokens, heads, promotion: median ms (fastest) TFLOP/s (at the fastest), runs");
     for &tokens in &cli.tokens {
         let shape = Shape { batch: 1, q_heads: 1, kv_heads: 1, q: tokens, kv: tokens };
-        let problem = Problem::random(shape, None, 1.0, 1);
+        let problem = match &cli.data {
+            Some(file) => Problem::from_file(file, tokens)?,
+            None => Problem::random(shape, None, 1.0, 1),
+        };
         alive();
         // Two packings hold both kinds of scores and both kinds of values.
         let f16_smooth =
@@ -23,7 +26,7 @@ pub fn run(gpu: &Gpu, kernels: &[Kernel], cli: &Cli, alive: &dyn Fn()) -> Result
         let e4m3_plain =
             Tiles::new(gpu, &problem, Variant { e4m3_scores: true, expcast: true, smooth: false }, cli)?;
         alive();
-        for kernel in kernels {
+        for kernel in (0..cli.rounds).flat_map(|_| kernels) {
             let variant = Variant::of(kernel.entry.name);
             let scores = if variant.e4m3_scores { &e4m3_plain } else { &f16_smooth };
             let values = if variant.smooth { &f16_smooth } else { &e4m3_plain };
@@ -109,6 +112,7 @@ fn time(
         q_heads: heads as u32,
         kv_heads: heads as u32,
         batch: 1,
+        head_dim: HEAD_DIM as u32,
         out_strides: [(heads * tokens * HEAD_DIM) as i64, (tokens * HEAD_DIM) as i64, HEAD_DIM as i64],
         promote,
         out_type: 2,
@@ -131,7 +135,7 @@ fn time(
     let tflops = |ms: f64| 4.0 * (heads * tokens * tokens * HEAD_DIM) as f64 / ms / 1e9;
     println!(
         "{}, {tokens}, {heads}, {promote}: {median:.3} ms ({fastest:.3}) {:.0} TFLOP/s ({:.0}), {runs} runs",
-        kernel.entry.name,
+        kernel.label,
         tflops(median),
         tflops(fastest)
     );

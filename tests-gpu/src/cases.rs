@@ -11,8 +11,13 @@ use crate::reference::{self, Outcome};
 use crate::report::{diagnose, rel_l2};
 
 /// Largest distance to the emulated kernel: its f16 scores round after every k step, the emulation's once, so a few
-/// codes in a hundred differ by one (a ninth of the weight under ExpCast).
-const NEAR_EMULATION: f64 = 0.03;
+/// codes in a hundred differ by one (a ninth of the weight under ExpCast). Twice the largest that was measured.
+const NEAR_EMULATION: f64 = 0.006;
+/// Largest difference of an LSE: under ExpCast one code of one of two equal keys, ln(1 + 1/16); with exact exponentials
+/// the rounding of the largest f16 scores of these cases.
+const NEAR_LSE: [f64; 2] = [0.061, 0.02];
+/// Largest relative difference of a row max: one step of f16.
+const NEAR_ROW_MAX: f64 = 0.001;
 /// Floor of the rule "at most twice the error of the emulation".
 const FLOOR: f64 = 1e-3;
 
@@ -24,11 +29,16 @@ struct Call {
     poisoned: bool,
     /// Heads innermost in the output, as bshd.
     token_major: bool,
+    /// Channels of the output.
+    head_dim: usize,
 }
 
-const PLAIN: Call = Call { promote: 1, out_type: 0, poisoned: false, token_major: false };
+const PLAIN: Call = Call { promote: 1, out_type: 0, poisoned: false, token_major: false, head_dim: HEAD_DIM };
+/// What the output holds before a call; no kernel writes it.
+const UNTOUCHED: u8 = 0xee;
 
-/// Runs a kernel once and brings everything back.
+/// Runs a kernel once and brings everything back: 128 channels a row, NaN where the kernel should have written and
+/// did not or the other way round, and 0 beyond its channels.
 fn run(
     gpu: &Gpu,
     kernel: &Kernel,
@@ -43,11 +53,13 @@ fn run(
     let lens = stream.clone_htod(&problem.lens.iter().map(|l| *l as u32).collect::<Vec<_>>())?;
     let poisoned = stream.clone_htod(&vec![call.poisoned as u32; s.batch * s.kv_heads])?;
     let rows = s.batch * s.q_heads * s.q;
-    // Filled with what no kernel writes, so that a row left out shows.
-    let mut out = stream.clone_htod(&vec![0xee_u8; rows * HEAD_DIM * 4])?;
+    // With fewer channels, a gap behind every row shows whether the kernel keeps to them.
+    let pitch = if call.head_dim < HEAD_DIM { call.head_dim + 8 } else { HEAD_DIM };
+    let width = if call.out_type == 0 { 4 } else { 2 };
+    let mut out = stream.clone_htod(&vec![UNTOUCHED; rows * pitch * width])?;
     let mut lse = stream.clone_htod(&vec![1e30f32; rows])?;
     let mut row_max = stream.alloc_zeros::<u32>(s.batch * s.q_heads)?;
-    let (d, tokens, heads) = (HEAD_DIM as i64, s.q as i64, s.q_heads as i64);
+    let (d, tokens, heads) = (pitch as i64, s.q as i64, s.q_heads as i64);
     let out_strides = match call.token_major {
         true => [heads * tokens * d, d, heads * d],
         false => [heads * tokens * d, tokens * d, d],
@@ -72,6 +84,7 @@ fn run(
         q_heads: s.q_heads as u32,
         kv_heads: s.kv_heads as u32,
         batch: s.batch as u32,
+        head_dim: call.head_dim as u32,
         out_strides,
         promote: call.promote,
         out_type: call.out_type,
@@ -79,8 +92,13 @@ fn run(
     gpu.launch(kernel, &arguments)?;
     stream.synchronize()?;
     let bytes = stream.clone_dtoh(&out)?;
-    let element = |i: usize| -> f64 {
+    let element = |at: usize, c: usize| -> f64 {
+        let i = at + c;
+        let untouched = c < pitch && bytes[width * i..][..width].iter().all(|b| *b == UNTOUCHED);
         match call.out_type {
+            _ if c >= pitch => 0.0,
+            _ if untouched != (c >= call.head_dim) => f64::NAN,
+            _ if untouched => 0.0,
             0 => f32::from_le_bytes(bytes[4 * i..][..4].try_into().expect("4 bytes")) as f64,
             1 => f16::from_le_bytes(bytes[2 * i..][..2].try_into().expect("2 bytes")).to_f64(),
             _ => bf16::from_le_bytes(bytes[2 * i..][..2].try_into().expect("2 bytes")).to_f64(),
@@ -90,11 +108,26 @@ fn run(
     for row in 0..rows {
         let (b, h, t) = (row / s.q / s.q_heads, row / s.q % s.q_heads, row % s.q);
         let at = b as i64 * out_strides[0] + h as i64 * out_strides[1] + t as i64 * out_strides[2];
-        result.out.extend((0..HEAD_DIM).map(|c| element(at as usize + c)));
+        result.out.extend((0..HEAD_DIM).map(|c| element(at as usize, c)));
     }
     result.lse = stream.clone_dtoh(&lse)?.into_iter().map(f64::from).collect();
     let row_max = stream.clone_dtoh(&row_max)?.into_iter().map(f32::from_bits).collect();
     Ok((result, row_max))
+}
+
+/// What a case may differ by beyond the rule.
+#[derive(Clone, Copy)]
+struct Tolerance {
+    /// Rounding of the output type, relative.
+    output: f64,
+    /// Of an LSE, absolute.
+    lse: f64,
+}
+
+/// The largest difference of two LSEs.
+fn lse_off(got: &Outcome, want: &Outcome) -> f64 {
+    let lse = got.lse.iter().zip(&want.lse).map(|(a, b)| if a == b { 0.0 } else { (a - b).abs() });
+    lse.fold(0.0, |worst: f64, e| if e.is_nan() { e } else { worst.max(e) })
 }
 
 /// Compares one run with the references; prints a line, and on failure where it differs.
@@ -103,15 +136,14 @@ fn compare(
     problem: &Problem,
     got: &(Outcome, Vec<f32>),
     refs: &(Outcome, Outcome),
-    loose: f64,
+    tolerance: Tolerance,
 ) -> bool {
     let (exact, emulated) = refs;
     let (out, row_max) = got;
     let error = rel_l2(&out.out, &exact.out);
-    let allowed = 2.0 * rel_l2(&emulated.out, &exact.out) + FLOOR + loose;
+    let allowed = 2.0 * rel_l2(&emulated.out, &exact.out) + FLOOR + tolerance.output;
     let near = rel_l2(&out.out, &emulated.out);
-    let lse = out.lse.iter().zip(&emulated.lse).map(|(a, b)| if a == b { 0.0 } else { (a - b).abs() });
-    let lse = lse.fold(0.0, |worst: f64, e| if e.is_nan() { e } else { worst.max(e) });
+    let lse = lse_off(out, emulated);
     let tokens = problem.shape.q;
     let max_off = row_max.iter().enumerate().map(|(head, got)| {
         let rows = &emulated.max[head * tokens..(head + 1) * tokens];
@@ -119,7 +151,10 @@ fn compare(
         (*got as f64 - want).abs() / want.max(1.0)
     });
     let max_off = max_off.fold(0.0, f64::max);
-    let good = error <= allowed && near <= NEAR_EMULATION + loose && lse <= 0.02 && max_off <= 0.01;
+    let good = error <= allowed
+        && near <= NEAR_EMULATION + tolerance.output
+        && lse <= tolerance.lse
+        && max_off <= NEAR_ROW_MAX;
     println!(
         "  {} {name}: rel_l2 {error:.5} (allowed {allowed:.5}), to the emulation {near:.5}, LSE off by {lse:.5}, row max by {max_off:.5}",
         if good { "ok  " } else { "FAIL" }
@@ -136,10 +171,10 @@ fn compare(
 pub fn check(gpu: &Gpu, kernels: &[Kernel], verbose: bool, alive: &dyn Fn()) -> Result<usize> {
     let mut failed = 0;
     for kernel in kernels {
-        println!("{}", kernel.entry.name);
+        println!("{}", kernel.label);
         let variant = Variant::of(kernel.entry.name);
         let mut seed = 0;
-        let mut case = |name: &str, shape, lens, gain, call: Call, loose: f64| -> Result<bool> {
+        let mut case = |name: &str, shape, lens, gain, call: Call, rounding: f64| -> Result<bool> {
             seed += 1;
             if verbose {
                 println!("  ...  {name}");
@@ -149,9 +184,13 @@ pub fn check(gpu: &Gpu, kernels: &[Kernel], verbose: bool, alive: &dyn Fn()) -> 
             alive();
             let got = run(gpu, kernel, &problem, &operands, call)?;
             alive();
-            let refs = reference::attention(&problem, &operands, variant);
+            let mut refs = reference::attention(&problem, &operands, variant);
             alive();
-            Ok(compare(name, &problem, &got, &refs, loose))
+            for out in [&mut refs.0.out, &mut refs.1.out] {
+                out.chunks_mut(HEAD_DIM).for_each(|row| row[call.head_dim..].fill(0.0));
+            }
+            let tolerance = Tolerance { output: rounding, lse: NEAR_LSE[!variant.expcast as usize] };
+            Ok(compare(name, &problem, &got, &refs, tolerance))
         };
         let mut count = |good: bool| failed += !good as usize;
 
@@ -164,13 +203,14 @@ pub fn check(gpu: &Gpu, kernels: &[Kernel], verbose: bool, alive: &dyn Fn()) -> 
         }
         let shape = Shape { batch: 1, q_heads: 2, kv_heads: 2, q: 200, kv: 2500 };
         count(case("peaked, scores 4 times as large", shape, None, 4.0, PLAIN, 0.0)?);
-        for promote in [2, 4, 1000] {
-            let call = Call { promote, ..PLAIN };
-            count(case(&format!("promotion every {promote}"), shape, None, 1.0, call, 0.0)?);
-        }
-        for (out_type, name, loose) in [(1, "f16", 1e-3), (2, "bf16", 4e-3)] {
+        for (out_type, name, rounding) in [(1, "f16", 5e-4), (2, "bf16", 4e-3)] {
             let call = Call { out_type, token_major: true, ..PLAIN };
-            count(case(&format!("{name} output, token-major"), shape, None, 1.0, call, loose)?);
+            count(case(&format!("{name} output, token-major"), shape, None, 1.0, call, rounding)?);
+        }
+        let narrow = Shape { batch: 1, q_heads: 2, kv_heads: 2, q: 130, kv: 300 };
+        for (head_dim, out_type, rounding) in [(64, 0, 0.0), (72, 1, 5e-4), (8, 2, 4e-3)] {
+            let call = Call { out_type, token_major: out_type == 1, head_dim, ..PLAIN };
+            count(case(&format!("head_dim {head_dim}"), narrow, None, 1.0, call, rounding)?);
         }
         let gqa = Shape { batch: 2, q_heads: 4, kv_heads: 2, q: 150, kv: 700 };
         count(case(
@@ -183,8 +223,27 @@ pub fn check(gpu: &Gpu, kernels: &[Kernel], verbose: bool, alive: &dyn Fn()) -> 
         )?);
         count(case("kv_lens 0, 128", gqa, Some(vec![0, 128]), 1.0, PLAIN, 0.0)?);
         failed += special(gpu, kernel, variant, alive)?;
+        promotions(gpu, kernel, variant, alive)?;
     }
     Ok(failed)
+}
+
+/// What the hardware's FP8 accumulation loses with the interval of promotion, which no bound here judges: the
+/// distance to the emulation, which accumulates exactly, beside the loss that every interval has.
+fn promotions(gpu: &Gpu, kernel: &Kernel, variant: Variant, alive: &dyn Fn()) -> Result<()> {
+    let shape = Shape { batch: 1, q_heads: 2, kv_heads: 2, q: 200, kv: 2500 };
+    let problem = Problem::random(shape, None, 1.0, 77);
+    let operands = problem.pack(variant);
+    alive();
+    let (exact, emulated) = reference::attention(&problem, &operands, variant);
+    alive();
+    println!("       promoted every | rel_l2 to exact softmax | to the emulation | LSE off by");
+    for promote in [1, 2, 4, 8, 1000] {
+        let (got, _) = run(gpu, kernel, &problem, &operands, Call { promote, ..PLAIN })?;
+        let (error, near) = (rel_l2(&got.out, &exact.out), rel_l2(&got.out, &emulated.out));
+        println!("       {promote:14} | {error:23.5} | {near:16.5} | {:10.5}", lse_off(&got, &emulated));
+    }
+    Ok(())
 }
 
 /// Same bits twice, NaN and infinity in a query row, a poisoned head.
@@ -238,7 +297,7 @@ fn say(name: &str, good: bool, detail: &str) -> usize {
 pub fn probe(gpu: &Gpu, kernels: &[Kernel], alive: &dyn Fn()) -> Result<()> {
     for kernel in kernels {
         let variant = Variant::of(kernel.entry.name);
-        println!("{}", kernel.entry.name);
+        println!("{}", kernel.label);
         let shape = Shape { batch: 1, q_heads: 1, kv_heads: 1, q: 2 * KEYS, kv: 2 * KEYS };
         let mut problem = Problem::random(shape, None, 1.0, 7);
         for x in &mut problem.k {

@@ -1,6 +1,8 @@
 //! The GPU: module loading with the assembler's log, what the driver made of each kernel, launches.
 
 use std::ffi::{CString, c_void};
+use std::fs;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -15,13 +17,16 @@ const PTX: &str = include_str!("../../kernels-gpu/ptx/vc_attention.sm_90a.ptx");
 pub struct Gpu {
     /// Stream of all work.
     pub stream: Arc<CudaStream>,
-    module: sys::CUmodule,
+    /// Modules with what they are called in reports.
+    modules: Vec<(String, sys::CUmodule)>,
 }
 
 /// A kernel ready to launch.
 pub struct Kernel {
     /// Its facts.
     pub entry: &'static Entry,
+    /// Its name with that of the module, if several are loaded.
+    pub label: String,
     function: sys::CUfunction,
 }
 
@@ -35,14 +40,15 @@ pub struct Arguments {
     pub q_heads: u32,
     pub kv_heads: u32,
     pub batch: u32,
+    pub head_dim: u32,
     pub out_strides: [i64; 3],
     pub promote: u32,
     pub out_type: u32,
 }
 
 impl Gpu {
-    /// Opens device 0 and loads the embedded PTX.
-    pub fn open() -> Result<Self> {
+    /// Opens device 0 and loads the PTX files, or the embedded one if there are none.
+    pub fn open(files: &[PathBuf]) -> Result<Self> {
         // SAFETY: looks for the library only.
         if !unsafe { sys::is_culib_present() } {
             bail!("no libcuda on this machine");
@@ -50,21 +56,39 @@ impl Gpu {
         let context = CudaContext::new(0)?;
         let (major, minor) = context.compute_capability()?;
         println!("{}, compute capability {major}.{minor}", context.name()?);
-        println!("{}", PTX.lines().next().unwrap_or_default());
-        let start = Instant::now();
-        let module = load()?;
-        println!("module loaded in {:.2} s", start.elapsed().as_secs_f64());
-        Ok(Self { stream: context.new_stream()?, module })
+        let mut texts = Vec::new();
+        for file in files {
+            let name = file.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+            let text = fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
+            texts.push((name, text));
+        }
+        if texts.is_empty() {
+            texts.push((String::new(), PTX.into()));
+        }
+        let mut modules = Vec::new();
+        for (name, text) in texts {
+            println!("{name} {}", text.lines().next().unwrap_or_default());
+            let start = Instant::now();
+            modules.push((name, load(&text)?));
+            println!("module loaded in {:.2} s", start.elapsed().as_secs_f64());
+        }
+        Ok(Self { stream: context.new_stream()?, modules })
     }
 
     /// The kernels whose name contains `only`, with what the driver's assembler made of them.
     pub fn kernels(&self, only: &str) -> Result<Vec<Kernel>> {
         let mut kernels = Vec::new();
-        for entry in SM90.iter().filter(|e| e.name.contains(only)) {
+        let all = SM90.iter().flat_map(|e| self.modules.iter().map(move |m| (e, m)));
+        for (entry, (name, module)) in all.filter(|(e, _)| e.name.contains(only)) {
+            let label = [name.as_str(), entry.name].join(" ").trim().to_string();
             // SAFETY: the module is loaded, the function handle is the module's.
             unsafe {
-                let function = result::module::get_function(self.module, CString::new(entry.name)?)
-                    .with_context(|| format!("no entry {}", entry.name))?;
+                let found = result::module::get_function(*module, CString::new(entry.name)?);
+                let function = match found {
+                    // A module from a file may hold some of the entries only.
+                    Err(_) if self.modules.len() > 1 => continue,
+                    found => found.with_context(|| format!("no entry {}", entry.name))?,
+                };
                 let ask = |what| result::function::get_function_attribute(function, what);
                 let registers = ask(Attribute::CU_FUNC_ATTRIBUTE_NUM_REGS)?;
                 let local = ask(Attribute::CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)?;
@@ -73,11 +97,8 @@ impl Gpu {
                     Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                     entry.dynamic_shared as i32,
                 )?;
-                println!(
-                    "{}: {registers} registers, {local} local bytes, as the driver built it",
-                    entry.name
-                );
-                kernels.push(Kernel { entry, function });
+                println!("{label}: {registers} registers, {local} local bytes, as the driver built it");
+                kernels.push(Kernel { entry, label, function });
             }
         }
         Ok(kernels)
@@ -89,7 +110,8 @@ impl Gpu {
         let mut group = a.q_heads / a.kv_heads;
         let mut parameters: Vec<*mut c_void> =
             a.pointers.iter_mut().map(|p| p as *mut u64 as *mut c_void).collect();
-        for word in [&mut a.q_tokens, &mut a.kv_tokens, &mut a.q_heads, &mut a.kv_heads, &mut group] {
+        let sizes = [&mut a.q_tokens, &mut a.kv_tokens, &mut a.q_heads, &mut a.kv_heads, &mut group];
+        for word in sizes.into_iter().chain([&mut a.head_dim]) {
             parameters.push(word as *mut u32 as *mut c_void);
         }
         parameters.extend(a.out_strides.iter_mut().map(|s| s as *mut i64 as *mut c_void));
@@ -108,8 +130,8 @@ impl Gpu {
 }
 
 /// `cuModuleLoadDataEx` with the log of the driver's assembler, without which a refused PTX says nothing.
-fn load() -> Result<sys::CUmodule> {
-    let image = CString::new(PTX)?;
+fn load(text: &str) -> Result<sys::CUmodule> {
+    let image = CString::new(text)?;
     let mut errors = vec![0u8; 16384];
     let mut options = [Jit::CU_JIT_ERROR_LOG_BUFFER, Jit::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
     let mut values = [errors.as_mut_ptr() as *mut c_void, errors.len() as *mut c_void];

@@ -6,7 +6,6 @@
 
 mod bench;
 mod cases;
-mod e4m3;
 mod gpu;
 mod operands;
 mod reference;
@@ -42,6 +41,16 @@ struct Cli {
     /// Seconds to run each benchmark for.
     #[arg(long, default_value_t = 1.0)]
     seconds: f64,
+    /// A module in place of the one inside, several times to compare several: kernels of the same name run in turn.
+    #[arg(long, value_name = "FILE")]
+    ptx: Vec<std::path::PathBuf>,
+    /// Time on the first head of this file's `q`, `k`, `v` (safetensors, tokens repeated up to the length), not on
+    /// normal numbers: how often a row max moves depends on it.
+    #[arg(long, value_name = "FILE")]
+    data: Option<std::path::PathBuf>,
+    /// Benchmarks of everything that many times.
+    #[arg(long, default_value_t = 1)]
+    rounds: usize,
     /// Print every case, not only kernels and failures.
     #[arg(long)]
     verbose: bool,
@@ -70,7 +79,7 @@ fn main() -> Result<()> {
     let start = Instant::now();
     watch(start);
     let alive = || ALIVE.store(start.elapsed().as_millis() as u64, Ordering::Relaxed);
-    let gpu = gpu::Gpu::open()?;
+    let gpu = gpu::Gpu::open(&cli.ptx)?;
     let kernels: Vec<_> = gpu.kernels(&cli.only)?;
     if kernels.is_empty() {
         bail!("no kernel's name contains {:?}", cli.only);

@@ -1,10 +1,14 @@
 //! Random attention problems, quantized and packed into the kernel's tiles on the CPU.
 
-use fastrand::Rng;
-use half::f16;
-use kernels_gpu::kernels::tiles::{self, HEAD_DIM, KEYS, MEAN_BLOCKS, ROWS};
+use std::fs;
+use std::path::Path;
 
-use crate::e4m3;
+use anyhow::{Context, Result, bail, ensure};
+use fastrand::Rng;
+use half::{bf16, f16};
+use kernels_gpu::formats::e4m3;
+use kernels_gpu::kernels::tiles::{self, HEAD_DIM, KEYS, MEAN_BLOCKS, ROWS};
+use safetensors::{Dtype, SafeTensors};
 
 /// The sizes of a problem.
 #[derive(Clone, Copy, Debug)]
@@ -97,6 +101,42 @@ impl Problem {
         Self { shape, lens: lens.unwrap_or(vec![shape.kv; shape.batch]), q, k, v }
     }
 
+    /// The first head of a file's `q`, `k` and `v` (`[.., tokens, 128]`, f32, f16 or bf16), its tokens repeated up to
+    /// `tokens`; K centred.
+    pub fn from_file(file: &Path, tokens: usize) -> Result<Self> {
+        let bytes = fs::read(file).with_context(|| format!("cannot read {}", file.display()))?;
+        let tensors = SafeTensors::deserialize(&bytes)?;
+        let head = |name: &str| -> Result<Vec<f32>> {
+            let tensor = tensors.tensor(name)?;
+            let (shape, data) = (tensor.shape(), tensor.data());
+            ensure!(
+                shape.len() >= 2 && shape[shape.len() - 1] == HEAD_DIM,
+                "{name} is {shape:?}, not [.., tokens, 128]"
+            );
+            let count = shape[shape.len() - 2] * HEAD_DIM;
+            let two =
+                |f: fn([u8; 2]) -> f32| data.as_chunks::<2>().0[..count].iter().map(|x| f(*x)).collect();
+            let values: Vec<f32> = match tensor.dtype() {
+                Dtype::F32 => {
+                    data.as_chunks::<4>().0[..count].iter().map(|x| f32::from_le_bytes(*x)).collect()
+                }
+                Dtype::F16 => two(|x| f16::from_le_bytes(x).to_f32()),
+                Dtype::BF16 => two(|x| bf16::from_le_bytes(x).to_f32()),
+                other => bail!("{name} is {other:?}"),
+            };
+            Ok(values.iter().copied().cycle().take(tokens * HEAD_DIM).collect())
+        };
+        let unit = ((HEAD_DIM as f64).powf(-0.5) * 8.0 * std::f64::consts::LOG2_E).sqrt() as f32;
+        let (mut q, mut k, v) = (head("q")?, head("k")?, head("v")?);
+        for c in 0..HEAD_DIM {
+            let mean = k.iter().skip(c).step_by(HEAD_DIM).sum::<f32>() / tokens as f32;
+            k.iter_mut().skip(c).step_by(HEAD_DIM).for_each(|x| *x = (*x - mean) * unit);
+        }
+        q.iter_mut().for_each(|x| *x *= unit);
+        let shape = Shape { batch: 1, q_heads: 1, kv_heads: 1, q: tokens, kv: tokens };
+        Ok(Self { shape, lens: vec![tokens], q, k, v })
+    }
+
     /// Quantizes and packs for a kernel variant.
     pub fn pack(&self, variant: Variant) -> Operands {
         let s = self.shape;
@@ -121,8 +161,8 @@ impl Problem {
         // Scores: one element at a time, the same for Q and K but for the tile's rows.
         let put = |x: f32, tile: &mut [u8], f16_at: usize, e4m3_at: usize| -> f64 {
             if variant.e4m3_scores {
-                tile[e4m3_at] = e4m3::encode(x as f64);
-                e4m3::decode(tile[e4m3_at])
+                tile[e4m3_at] = e4m3::encode(x);
+                e4m3::decode(tile[e4m3_at]) as f64
             } else {
                 let h = f16::from_f32(x);
                 tile[f16_at..f16_at + 2].copy_from_slice(&h.to_le_bytes());
@@ -167,10 +207,10 @@ impl Problem {
             let scale = if scale == 0.0 { 1.0 } else { scale };
             o.scale[head * HEAD_DIM + c] = scale;
             for t in 0..len {
-                let byte = e4m3::encode(((value(t) - mean[t / KEYS]) / scale) as f64);
+                let byte = e4m3::encode((value(t) - mean[t / KEYS]) / scale);
                 let tile = (head * blocks + t / KEYS) * tiles::V_BYTES;
                 o.v_tiles[tile + tiles::v_tile_offset(t % KEYS, c)] = byte;
-                o.residual[(head * kv + t) * HEAD_DIM + c] = e4m3::decode(byte);
+                o.residual[(head * kv + t) * HEAD_DIM + c] = e4m3::decode(byte) as f64;
             }
             for (j, m) in mean.iter().enumerate() {
                 let h = f16::from_f32(m / scale);

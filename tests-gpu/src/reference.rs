@@ -1,10 +1,10 @@
 //! Attention in f64 on the quantized operands: exact softmax, and the kernel's own arithmetic emulated.
 
 use half::f16;
+use kernels_gpu::formats::e4m3;
 use kernels_gpu::kernels::tiles::{HEAD_DIM, KEYS};
 use rayon::prelude::*;
 
-use crate::e4m3;
 use crate::operands::{Operands, Problem, Variant};
 
 /// Output `[q_heads][q][128]`, natural LSE and row max in code units of one way to compute.
@@ -62,8 +62,13 @@ pub fn attention(problem: &Problem, o: &Operands, variant: Variant) -> (Outcome,
             for (j, tile) in scores.chunks(KEYS).enumerate() {
                 let tile: Vec<f64> = tile.iter().map(|s| f16::from_f64(*s).to_f64()).collect();
                 max = tile.iter().copied().fold(max, f64::max);
-                let addend = f16::from_f64(BETA - max).to_f64();
-                let new = if variant.expcast { BETA - addend } else { max };
+                // ExpCast rounds what it adds to the scores to f16; the max that the row agrees on follows from it.
+                let (addend, new) = if variant.expcast {
+                    let addend = f16::from_f64(BETA - max).to_f64();
+                    (addend, BETA - addend)
+                } else {
+                    (8.0 - max / 8.0, max)
+                };
                 let alpha = if j == 0 { 0.0 } else { ((shift - new) / 8.0f64).exp2() };
                 shift = new;
                 emulated.sum *= alpha;
@@ -72,10 +77,11 @@ pub fn attention(problem: &Problem, o: &Operands, variant: Variant) -> (Outcome,
                 for s in &tile {
                     let (weight, mass) = if variant.expcast {
                         let code = (f16::from_f64(s + addend).to_f64() + 120.0).round_ties_even().max(0.0);
-                        (e4m3::decode(code as u8), e4m3::decode(code as u8))
+                        let weight = e4m3::decode(code as u8) as f64;
+                        (weight, weight)
                     } else {
-                        let p = 256.0 * ((s - max) / 8.0).exp2();
-                        (e4m3::decode(e4m3::encode(p)), p)
+                        let p = (s / 8.0 + addend).exp2();
+                        (e4m3::round(p as f32) as f64, p)
                     };
                     weights.push(weight);
                     total += mass;

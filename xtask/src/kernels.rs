@@ -12,7 +12,7 @@ use crate::budget::{Budget, Cost};
 use crate::toolchain::Toolchain;
 use crate::{ptx, ptxas, root};
 
-/// Every architecture that PTX is committed for, with the entries that its module holds.
+/// Every architecture that PTX is committed for, with the tables of entries that its module holds.
 const ARCHITECTURES: &[(&str, &[&[Entry]])] = &[("sm_90a", &[SM90, PREPARE])];
 
 /// Builds, gates and writes the kernels of every architecture, or compares them with what is committed.

@@ -52,7 +52,9 @@ impl Toolchain {
     /// Compiles `kernels-gpu` for `arch` (`sm_90a`) and returns the PTX text as the compiler wrote it.
     ///
     /// Full unrolling is what keeps register arrays in registers; immediate-abort keeps panic texts and
-    /// their paths out of the PTX, which makes the bytes independent of the folder.
+    /// their paths out of the PTX, which makes the bytes independent of the folder. rustc's own jump threading
+    /// is off: it knows nothing of convergent operations, and copies a barrier or a shuffle between two tests of
+    /// one condition into both sides, where the threads of a warp wait for each other in different places.
     pub fn build(&self, root: &Path, arch: &str) -> Result<String> {
         let target_dir = root.join("target/kernels").join(arch);
         let mut cargo = Command::new(&self.cargo[0]);
@@ -73,7 +75,10 @@ impl Toolchain {
             .env("CARGO_PROFILE_RELEASE_PANIC", "abort")
             .env(
                 "RUSTFLAGS",
-                format!("-Ctarget-cpu={arch} -Clinker=/bin/true -Zunstable-options -Cpanic=immediate-abort"),
+                format!(
+                    "-Ctarget-cpu={arch} -Clinker=/bin/true -Zunstable-options -Cpanic=immediate-abort \
+                     -Zmir-enable-passes=-JumpThreading"
+                ),
             )
             .args(["rustc", "--release", "--lib", "-p", "kernels-gpu", "--target", TARGET])
             .args(["-Zbuild-std=core", "--crate-type", "cdylib", "--", "--emit=asm"])

@@ -147,6 +147,8 @@ struct Sections {
     runs: Section,
     run_starts: Section,
     run_sums: Section,
+    distances: Section,
+    numbers: Section,
     balance: Section,
     k_sums: Section,
     k_mean: Section,
@@ -254,12 +256,15 @@ impl DevicePlan {
         // SAFETY: by the caller; the sections have the sizes of the kernels' tables.
         unsafe {
             self.start_kmeans(stream, tensors, warm)?;
+            // The CPU stops after an assignment that changes no label; here the rest runs, and changes nothing.
             for _ in 0..iterations {
                 self.assign(stream, tensors)?;
+                self.sort(stream, tensors, 0)?;
                 self.update(stream, tensors)?;
             }
+            self.number(stream, tensors)?;
+            self.sort(stream, tensors, self.ptr(self.at.numbers))
         }
-        Ok(())
     }
 
     unsafe fn start_kmeans(&self, stream: Stream, tensors: &Tensors, warm: bool) -> Result<()> {
@@ -293,24 +298,34 @@ impl DevicePlan {
         unsafe { self.launch(stream, &name, blocks, arguments) }
     }
 
-    /// Labels of all tokens, and the order that sorts them.
+    /// Labels of all tokens.
     unsafe fn assign(&self, stream: Stream, tensors: &Tensors) -> Result<()> {
-        let s = &self.spec.shape;
-        let chunks = s.kv_tokens.div_ceil(1024) * self.sizes.kv_heads;
-        let clusters = self.sizes.clusters as u32;
+        let chunks = self.spec.shape.kv_tokens.div_ceil(1024) * self.sizes.kv_heads;
         let arguments = Arguments::new()
             .with(tensors.v)
             .with(tensors.kv_lens)
             .with(self.ptr(self.at.targets))
             .with(self.ptr(self.at.norms))
             .with(self.ptr(self.at.labels));
-        let arguments =
-            self.kv_sizes(self.strides(arguments, self.spec.v)).with(clusters).with(self.sizes.per_cluster);
+        let arguments = self
+            .kv_sizes(self.strides(arguments, self.spec.v))
+            .with(self.sizes.clusters as u32)
+            .with(self.sizes.per_cluster);
+        // SAFETY: by the caller.
+        unsafe { self.launch(stream, &format!("kmeans_assign_{}", self.names.input), chunks, arguments) }
+    }
+
+    /// The order that sorts the labels; every label is replaced by its cluster's entry of `numbers` first, unless
+    /// that is 0.
+    unsafe fn sort(&self, stream: Stream, tensors: &Tensors, numbers: DevicePtr) -> Result<()> {
+        let s = &self.spec.shape;
+        let chunks = s.kv_tokens.div_ceil(1024) * self.sizes.kv_heads;
+        let clusters = self.sizes.clusters as u32;
         // SAFETY: by the caller.
         unsafe {
-            self.launch(stream, &format!("kmeans_assign_{}", self.names.input), chunks, arguments)?;
             let arguments = Arguments::new()
                 .with(self.ptr(self.at.labels))
+                .with(numbers)
                 .with(tensors.kv_lens)
                 .with(self.ptr(self.at.counts))
                 .with(s.kv_tokens as u32)
@@ -370,6 +385,28 @@ impl DevicePlan {
                 .with(self.sizes.per_cluster);
             let blocks = clusters.div_ceil(8) * self.sizes.kv_heads;
             self.launch(stream, &format!("kmeans_update_{}", self.names.input), blocks, arguments)
+        }
+    }
+
+    /// New numbers of the clusters, along a path through their centroids, which are brought into its order.
+    unsafe fn number(&self, stream: Stream, tensors: &Tensors) -> Result<()> {
+        let clusters = self.sizes.clusters;
+        let sizes = |arguments| self.kv_sizes(arguments).with(clusters as u32).with(self.sizes.per_cluster);
+        let arguments = Arguments::new()
+            .with(tensors.kv_lens)
+            .with(self.ptr(self.at.centroids))
+            .with(self.ptr(self.at.distances));
+        let tiles = clusters.div_ceil(32) * clusters.div_ceil(32) * self.sizes.kv_heads;
+        // SAFETY: by the caller.
+        unsafe {
+            self.launch(stream, "kmeans_distances", tiles, sizes(arguments))?;
+            let arguments = Arguments::new()
+                .with(tensors.kv_lens)
+                .with(self.ptr(self.at.starts))
+                .with(self.ptr(self.at.distances))
+                .with(self.ptr(self.at.centroids))
+                .with(self.ptr(self.at.numbers));
+            self.launch(stream, "kmeans_tour", self.sizes.kv_heads, sizes(arguments))
         }
     }
 
@@ -567,6 +604,7 @@ impl DevicePlan {
             .with(s.q_heads as u32)
             .with(s.kv_heads as u32)
             .with((s.q_heads / s.kv_heads) as u32)
+            .with(s.head_dim as u32)
             .with(batch)
             .with(head)
             .with(token)
@@ -727,6 +765,8 @@ impl Sections {
             runs: layout.section::<u32>(grouped(2 * runs)),
             run_starts: layout.section::<u32>(grouped(clusters + 1)),
             run_sums: layout.section::<f32>(grouped(runs * HEAD_DIM)),
+            distances: layout.section::<f32>(grouped(clusters * clusters)),
+            numbers: layout.section::<u16>(grouped(clusters)),
             balance: layout.section::<f32>(kv_heads),
             k_sums: layout.section::<f32>(kv_heads * key_blocks * HEAD_DIM),
             k_mean: layout.section::<f32>(kv_heads * HEAD_DIM),

@@ -1,18 +1,19 @@
 //! Fused low-bit attention for Hopper, section 2 of the method on wgmma.
 //!
 //! A block serves 128 query rows of one head: one producer warp streams K and V tiles through a ring in shared
-//! memory, and two warpgroups of 64 rows each run the loop of [`consume`]. Scores leave the Tensor Core as packed
+//! memory, and two warpgroups of 64 rows each run the loop of [`Consumer`]. Scores leave the Tensor Core as packed
 //! f16 in *code units* (eighths of an octave: Q and K carry sqrt(scale * 8 log2 e) each), probabilities are
 //! E4M3 bytes whose largest in a row is 256, and the tiles are those of [`tiles`].
 //!
 //! What runs beside what, for key block j of a warpgroup:
 //!
 //! ```text
-//! Tensor Core   | S(j+1) = Q K(j+1)^T | A += P(j) R(j)          |
-//! scalar units  |                     | max, codes of S(j+1)    | row sums, promotion, rescale, pack P(j+1)
+//! Tensor Core   | A += P(j-1) R(j-1), S(j+1) = Q K(j+1)^T |
+//! scalar units  | max of S(j), rescale, codes of S(j)      | row sums and promotion of j-1, pack P(j)
 //! ```
 //!
-//! The other warpgroup fills the Tensor Core where this one is busy with the last column.
+//! Two score buffers make that one wait a key block. The other warpgroup fills the Tensor Core where this one is busy with
+//! the last column.
 //!
 //! * **Row sums** come from 8 rows of ones behind every V tile (ExpCast), or from the f32 exponentials (exp2).
 //! * **Block means** are deferred: the row sums of 16 key blocks are the A fragment of one 16-bit product with
@@ -38,6 +39,7 @@
 //! | `lse_shift` | as `lse`, or null: added to it (what centring K took away) |
 //! | `row_max` | u32 `[batch, q_heads]`, or null, zeroed by the caller: the largest magnitude of a row max in code units, as f32 bits (which order as integers; NaN is on top) |
 //! | `q_tokens`, `kv_tokens`, `q_heads`, `kv_heads`, `group` | sizes; `group` = `q_heads` / `kv_heads` query heads share a kv head |
+//! | `head_dim` | channels of the output, a multiple of 8 up to 128: the rest of a tile is padding |
 //! | `promote` | key blocks between promotions, at least 1 |
 //! | `out_type` | [`OUT_F32`], [`OUT_F16`] or [`OUT_BF16`] |
 //!
@@ -52,7 +54,7 @@ use crate::ptx::bulk_copy::global_to_shared;
 use crate::ptx::f16x2::{self, splat};
 use crate::ptx::mbarrier::{Barrier, fence_init, fence_proxy_async};
 use crate::ptx::memory::{max_global_u32, store_shared_v4};
-use crate::ptx::shuffle::{any, permute, shuffle_xor, warp_max_u32};
+use crate::ptx::shuffle::{any, broadcast, permute, shuffle_xor, warp_max_u32};
 use crate::ptx::special::{
     block_idx_x, block_idx_y, block_idx_z, claim_registers, release_registers, sync_threads, thread_idx_x,
 };
@@ -128,13 +130,10 @@ trait Weights {
     /// bytes of two registers.
     const PACK: u32;
     /// Writes the codes of scores `s` under the row maxima `max` (upper row in the lower half) over them.
-    /// Returns this thread's share of the row sums if they are not taken from the product. `not_zero` is for
-    /// [`stay`].
-    fn encode(s: &mut [u32; 32], max: u32, not_zero: u32) -> Rows;
+    /// Returns this thread's share of the row sums if they do not come from the product. `not_zero` is for [`stay`].
+    fn encode(s: &mut [u32; 32], max: u32, not_zero: u32) -> Option<Rows>;
     /// Issues partial += P R for one value tile.
     unsafe fn issue(partial: &mut Partial, p: &[u32; 16], v: SharedAddr, accumulate: bool);
-    /// Row sums of the tile whose product is complete, and readies the partial for the next.
-    unsafe fn row_sums(partial: &mut Partial, encoded: Rows) -> Rows;
     /// What the codes take for the row maxima, in code units.
     fn shift(max: u32) -> Rows;
 }
@@ -143,6 +142,18 @@ trait Weights {
 struct Partial {
     values: [f32; 64],
     ones: [f32; 4],
+    /// What `ones` held before the product in flight.
+    seen: Rows,
+}
+
+impl Partial {
+    /// Row sums by the columns of ones in the product that has just completed.
+    #[inline(always)]
+    fn row_sums(&mut self) -> Rows {
+        let sums = [self.ones[0] - self.seen[0], self.ones[2] - self.seen[1]];
+        self.seen = [self.ones[0], self.ones[2]];
+        sums
+    }
 }
 
 /// The packed ExpCast encoder: a byte is the score rounded in code units, exponential by its own format.
@@ -152,11 +163,10 @@ impl ExpCast {
     /// -0.484375: with it every row max below 1024 code units lands on byte 120.
     const BETA: u16 = 0xb7c0;
     const BETA_F32: f32 = -0.484375;
-    /// 1024 + 120: f16 has no fraction from here on, so adding it rounds to whole codes, and the code of the
-    /// max is 120 above 1024, whose low byte is 0.
-    const TOP: u16 = 0x6478;
-    /// 1024: byte 0.
-    const ZERO: u16 = 0x6400;
+    /// 2^-24 and 120 of them: a subnormal f16 is a whole number of 2^-24 and its bits are that number, so a product
+    /// with the first rounds to whole codes, and saturation cuts off below code 0.
+    const UNIT: u16 = 1;
+    const TOP: u16 = 120;
 
     /// What is added to the scores of both rows.
     #[inline(always)]
@@ -169,17 +179,16 @@ impl Weights for ExpCast {
     const PACK: u32 = 0x6420;
 
     #[inline(always)]
-    fn encode(s: &mut [u32; 32], max: u32, not_zero: u32) -> Rows {
+    fn encode(s: &mut [u32; 32], max: u32, not_zero: u32) -> Option<Rows> {
         let addend = Self::addend(max);
         let rows = [permute(addend, addend, 0x1010), permute(addend, addend, 0x3232)];
         stay(not_zero, || {
             for (i, s) in s.iter_mut().enumerate() {
-                let code = f16x2::add(f16x2::add(*s, rows[i % 2]), splat(Self::TOP));
-                *s = f16x2::max(code, splat(Self::ZERO));
+                *s = f16x2::fma_sat(f16x2::add(*s, rows[i % 2]), splat(Self::UNIT), splat(Self::TOP));
             }
             pin(s);
         });
-        [0.0; 2]
+        None
     }
 
     #[inline(always)]
@@ -196,13 +205,6 @@ impl Weights for ExpCast {
     }
 
     #[inline(always)]
-    unsafe fn row_sums(partial: &mut Partial, _encoded: Rows) -> Rows {
-        let sums = [partial.ones[0], partial.ones[2]];
-        partial.ones = [0.0; 4];
-        sums
-    }
-
-    #[inline(always)]
     fn shift(max: u32) -> Rows {
         // The addend was rounded to f16: its own maximum is what all codes agree on.
         let (upper, lower) = convert::f32_of_f16x2(Self::addend(max));
@@ -214,10 +216,10 @@ impl Weights for ExpCast {
 struct Exp2;
 
 impl Weights for Exp2 {
-    const PACK: u32 = 0x5410;
+    const PACK: u32 = 0x3210;
 
     #[inline(always)]
-    fn encode(s: &mut [u32; 32], max: u32, not_zero: u32) -> Rows {
+    fn encode(s: &mut [u32; 32], max: u32, not_zero: u32) -> Option<Rows> {
         let (upper, lower) = convert::f32_of_f16x2(max);
         let offset = [convert::fma(upper, -0.125, 8.0), convert::fma(lower, -0.125, 8.0)];
         let mut sums = [0.0; 2];
@@ -225,17 +227,19 @@ impl Weights for Exp2 {
         let (quarters, _) = s.as_chunks_mut::<8>();
         for quarter in quarters {
             stay(not_zero, || {
-                for (i, s) in quarter.iter_mut().enumerate() {
-                    let (a, b) = convert::f32_of_f16x2(*s);
-                    let a = convert::exp2(convert::fma(a, 0.125, offset[i % 2]));
-                    let b = convert::exp2(convert::fma(b, 0.125, offset[i % 2]));
-                    sums[i % 2] += a + b;
-                    *s = convert::e4m3x2(a, b) as u32;
+                for i in [0, 1, 4, 5] {
+                    let (a, b) = convert::f32_of_f16x2(quarter[i]);
+                    let (c, d) = convert::f32_of_f16x2(quarter[i + 2]);
+                    let e = [a, b, c, d].map(|s| convert::exp2(convert::fma(s, 0.125, offset[i % 2])));
+                    sums[i % 2] += (e[0] + e[1]) + (e[2] + e[3]);
+                    quarter[i] = convert::e4m3x4(e);
+                    // Of no use, but what a loop leaves as it was is computed in front of it.
+                    quarter[i + 2] = e[3].to_bits();
                 }
                 pin(quarter);
             });
         }
-        sums
+        Some(sums)
     }
 
     #[inline(always)]
@@ -253,12 +257,6 @@ impl Weights for Exp2 {
                 )
             }
         }
-    }
-
-    #[inline(always)]
-    unsafe fn row_sums(_partial: &mut Partial, encoded: Rows) -> Rows {
-        // SAFETY: the whole warp is here.
-        unsafe { [quad_sum(encoded[0]), quad_sum(encoded[1])] }
     }
 
     #[inline(always)]
@@ -370,25 +368,33 @@ impl<S: Scores> Shared<S> {
     }
 }
 
-/// A place in a ring of `STAGES` and how often it was passed, as the parity that its barriers wait for.
+/// A place in a ring of `STAGES`, counted over two rounds: the second round waits for the other parity of the barriers.
+///
+/// One word that is the same in all lanes: the assembler keeps it in a uniform register.
 #[derive(Clone, Copy)]
-struct Ring<const STAGES: u32> {
-    stage: u32,
-    parity: u32,
-}
+struct Ring<const STAGES: u32>(u32);
 
 impl<const STAGES: u32> Ring<STAGES> {
     #[inline(always)]
     fn start() -> Self {
-        Self { stage: 0, parity: 0 }
+        Self(0)
+    }
+    /// The place before the first.
+    #[inline(always)]
+    fn before() -> Self {
+        Self(2 * STAGES - 1)
+    }
+    #[inline(always)]
+    fn stage(self) -> u32 {
+        if self.0 < STAGES { self.0 } else { self.0 - STAGES }
+    }
+    #[inline(always)]
+    fn parity(self) -> u32 {
+        (self.0 >= STAGES) as u32
     }
     #[inline(always)]
     fn advance(&mut self) {
-        self.stage += 1;
-        if self.stage == STAGES {
-            self.stage = 0;
-            self.parity ^= 1;
-        }
+        self.0 = if self.0 == 2 * STAGES - 1 { 0 } else { self.0 + 1 };
     }
 }
 
@@ -410,6 +416,7 @@ struct Call {
     q_heads: u32,
     kv_heads: u32,
     group: NonZeroU32,
+    head_dim: u32,
     out_batch: i64,
     out_head: i64,
     out_token: i64,
@@ -468,28 +475,38 @@ unsafe fn produce<S: Scores, const STAGES: u32, const SMOOTH: bool>(
 
         shared.q_full().arrive_expect(2 * S::Q_BYTES as u32);
         global_to_shared(shared.q(0), q, 2 * S::Q_BYTES as u32, shared.q_full());
-        let (mut ring, mut slot) = (Ring::<STAGES>::start(), Ring::<2>::start());
-        for tile in 0..work.tiles {
-            // The phase before the first counts as complete: fresh slots are free.
-            shared.k_free(ring.stage).wait(ring.parity ^ 1);
-            shared.k_full(ring.stage).arrive_expect(S::K_BYTES as u32);
-            global_to_shared(shared.k(ring.stage), k, S::K_BYTES as u32, shared.k_full(ring.stage));
-            k = k.add(S::K_BYTES);
-
-            shared.v_free(ring.stage).wait(ring.parity ^ 1);
-            shared.v_full(ring.stage).arrive_expect(V_BYTES as u32);
-            global_to_shared(shared.v(ring.stage), v, V_BYTES as u32, shared.v_full(ring.stage));
-            v = v.add(V_BYTES);
-            ring.advance();
-
-            if SMOOTH && tile % MEAN_BLOCKS as u32 == 0 {
-                shared.means_free(slot.stage).wait(slot.parity ^ 1);
-                shared.means_full(slot.stage).arrive_expect(MEAN_BYTES as u32);
+        let (mut k_ring, mut v_ring) = (Ring::<STAGES>::start(), Ring::<STAGES>::start());
+        let mut slot = Ring::<2>::start();
+        // The consumers are two scores ahead of the values.
+        for tile in 0..work.tiles + 2 {
+            if tile < work.tiles {
+                // The phase before the first counts as complete: fresh slots are free.
+                shared.k_free(k_ring.stage()).wait(k_ring.parity() ^ 1);
+                shared.k_full(k_ring.stage()).arrive_expect(S::K_BYTES as u32);
                 global_to_shared(
-                    shared.means(slot.stage),
+                    shared.k(k_ring.stage()),
+                    k,
+                    S::K_BYTES as u32,
+                    shared.k_full(k_ring.stage()),
+                );
+                k = k.add(S::K_BYTES);
+                k_ring.advance();
+            }
+            if tile >= 2 {
+                shared.v_free(v_ring.stage()).wait(v_ring.parity() ^ 1);
+                shared.v_full(v_ring.stage()).arrive_expect(V_BYTES as u32);
+                global_to_shared(shared.v(v_ring.stage()), v, V_BYTES as u32, shared.v_full(v_ring.stage()));
+                v = v.add(V_BYTES);
+                v_ring.advance();
+            }
+            if SMOOTH && tile >= 2 && (tile - 2) % MEAN_BLOCKS as u32 == 0 {
+                shared.means_free(slot.stage()).wait(slot.parity() ^ 1);
+                shared.means_full(slot.stage()).arrive_expect(MEAN_BYTES as u32);
+                global_to_shared(
+                    shared.means(slot.stage()),
                     means,
                     MEAN_BYTES as u32,
-                    shared.means_full(slot.stage),
+                    shared.means_full(slot.stage()),
                 );
                 means = means.wrapping_add(MEAN_BYTES);
                 slot.advance();
@@ -512,6 +529,8 @@ struct State {
     fresh: bool,
     /// Row sums of the key blocks whose means are not restored yet: an A fragment of 16 columns.
     pending: [u32; 4],
+    /// Row sums in f16 of a key block whose neighbour in `pending` is yet to come; the upper row in the lower half.
+    odd_one: u32,
 }
 
 impl State {
@@ -521,9 +540,10 @@ impl State {
             max: splat(0xfc00),
             sum: [0.0; 2],
             out: [0.0; 64],
-            partial: Partial { values: [0.0; 64], ones: [0.0; 4] },
+            partial: Partial { values: [0.0; 64], ones: [0.0; 4], seen: [0.0; 2] },
             fresh: true,
             pending: [0; 4],
+            odd_one: 0,
         }
     }
 
@@ -549,50 +569,71 @@ impl State {
         }
     }
 
-    /// Takes in the product of key block `block`, which is under the maxima before `alpha`: row sums, and at its
-    /// time the promotion. `lane` is the thread's place among the four of its rows.
+    /// Takes in the product of the key block before `block`, which is under the maxima before `alpha`: at its time
+    /// the promotion. And row sums: of that key block from the product, or of `block` from what encoding it
+    /// returned. `EVEN` is the parity of `block`.
     #[inline(always)]
-    unsafe fn absorb<W: Weights, const SMOOTH: bool>(
+    unsafe fn absorb<const SMOOTH: bool, const EVEN: bool>(
         &mut self,
-        lane: u32,
         block: u32,
-        encoded: Rows,
+        encoded: Option<Rows>,
         alpha: Option<Rows>,
         promote: bool,
     ) {
-        // SAFETY: the product is complete and the whole warp is here.
-        let sums = unsafe { W::row_sums(&mut self.partial, encoded) };
         let factor = alpha.unwrap_or([1.0; 2]);
-        let sums = [sums[0] * factor[0], sums[1] * factor[1]];
+        if SMOOTH && alpha.is_some() {
+            let both = convert::f16x2(factor[0], factor[1]);
+            self.odd_one = f16x2::mul(self.odd_one, both);
+            for row in 0..2 {
+                let pair = permute(both, both, [0x1010, 0x3232][row]);
+                self.pending[row] = f16x2::mul(self.pending[row], pair);
+                self.pending[2 + row] = f16x2::mul(self.pending[2 + row], pair);
+            }
+        }
+        let (sums, of, of_even) = match encoded {
+            // SAFETY: the whole warp is here.
+            Some(own) => (unsafe { [quad_sum(own[0]), quad_sum(own[1])] }, block, EVEN),
+            None => {
+                let sums = self.partial.row_sums();
+                ([sums[0] * factor[0], sums[1] * factor[1]], block.wrapping_sub(1), !EVEN)
+            }
+        };
         self.sum[0] += sums[0];
         self.sum[1] += sums[1];
         if SMOOTH {
-            self.keep_pending(lane, block % MEAN_BLOCKS as u32, sums);
+            self.keep_pending(of, of_even, convert::f16x2(sums[0], sums[1]));
         }
         self.fresh = promote;
         if promote {
             for (i, p) in self.partial.values.iter().enumerate() {
                 self.out[i] = convert::fma(*p, factor[i / 2 % 2], self.out[i]);
             }
+            self.partial.seen = [0.0; 2];
         } else if alpha.is_some() {
             for (i, p) in self.partial.values.iter_mut().enumerate() {
                 *p *= factor[i / 2 % 2];
             }
+            for row in 0..2 {
+                self.partial.ones[2 * row] *= factor[row];
+                self.partial.seen[row] *= factor[row];
+            }
         }
     }
 
-    /// Row sums become column `column` of the A fragment; lane t holds columns 2(t%4) + {0, 1} and 8 more.
+    /// `sums` of key block `block`: those of an even one wait for its neighbour's, and both become two columns of the
+    /// A fragment, as [`tiles::mean_offset`] orders them.
     #[inline(always)]
-    fn keep_pending(&mut self, lane: u32, column: u32, sums: Rows) {
-        let mine = lane == column % 8 / 2;
-        for (row, sum) in sums.into_iter().enumerate() {
-            let pair = convert::f16x2(sum, sum);
+    fn keep_pending(&mut self, block: u32, even: bool, sums: u32) {
+        if even {
+            self.odd_one = sums;
+            return;
+        }
+        let mine = thread_idx_x() % 4 == block / 4 % 4;
+        for row in 0..2 {
+            let pair = permute(self.odd_one, sums, [0x5410, 0x7632][row]);
             for half in 0..2 {
-                let old = self.pending[2 * half + row];
-                let even = permute(pair, old, 0x7610);
-                let new = if column % 2 == 0 { even } else { permute(old, pair, 0x5410) };
-                if mine && column / 8 == half as u32 {
-                    self.pending[2 * half + row] = new;
+                if mine && block / 2 % 2 == half {
+                    self.pending[2 * half as usize + row] = pair;
                 }
             }
         }
@@ -608,27 +649,16 @@ impl State {
         }
         for row in 0..2 {
             self.sum[row] *= alpha[row];
-            let pair = convert::f16x2(alpha[row], alpha[row]);
-            self.pending[row] = f16x2::mul(self.pending[row], pair);
-            self.pending[2 + row] = f16x2::mul(self.pending[2 + row], pair);
         }
         alpha
     }
 
-    /// out += pending row sums x block means.
+    /// Issues partial += pending row sums x block means.
     #[inline(always)]
-    unsafe fn restore_means(&mut self, means: SharedAddr) {
-        // SAFETY: the warpgroup is here, the tile has landed, and nothing else is in flight.
-        unsafe {
-            pin(&mut self.out);
-            pin(&mut self.pending);
-            wgmma::fence();
-            wgmma::m64n128k16_f32_f16(&mut self.out, self.pending, Descriptor::plain(means, 128, 256), true);
-            wgmma::commit();
-            wgmma::wait::<0>();
-            pin(&mut self.out);
-        }
-        self.pending = [0; 4];
+    unsafe fn issue_means(&mut self, means: SharedAddr, accumulate: bool) {
+        let means = Descriptor::plain(means, 128, 256);
+        // SAFETY: the caller's protocol; the tile has landed.
+        unsafe { wgmma::m64n128k16_f32_f16(&mut self.partial.values, self.pending, means, accumulate) }
     }
 }
 
@@ -661,102 +691,163 @@ fn stay(not_zero: u32, mut body: impl FnMut()) {
     }
 }
 
-/// The attention loop of one warpgroup; there is at least one key.
-#[inline(always)]
-unsafe fn consume<S: Scores, W: Weights, const STAGES: u32, const SMOOTH: bool>(
-    call: &Call,
-    work: &Work,
-    shared: &Shared<S>,
-    warpgroup: u32,
-    state: &mut State,
-) {
-    let thread = thread_idx_x();
-    let leader = thread % 32 == 0;
-    let (mut k, mut v, mut slot) = (Ring::<STAGES>::start(), Ring::<STAGES>::start(), Ring::<2>::start());
-    let q = shared.q(warpgroup);
-    let mut s = [0; 32];
-    let mut p = [0; 16];
+/// The attention loop of one warpgroup.
+struct Consumer<'a, S, const STAGES: u32> {
+    call: &'a Call,
+    shared: &'a Shared<S>,
+    q: SharedAddr,
+    leader: bool,
+    /// K tile of the latest product, V tile of the next.
+    k: Ring<STAGES>,
+    v: Ring<STAGES>,
+    means: Ring<2>,
+    /// The key block whose scores are next, and the keys from there on.
+    block: u32,
+    left: u32,
+    /// Key blocks until the next promotion.
+    until: u32,
+    /// Probabilities of the product in flight.
+    p: [u32; 16],
+}
 
-    // SAFETY: the warpgroup runs this together; registers in flight are pinned until their wait, tiles are read
-    // between their full and free barriers.
-    unsafe {
-        shared.q_full().wait(0);
-        shared.k_full(k.stage).wait(k.parity);
-        pin(&mut s);
-        wgmma::fence();
-        S::issue(&mut s, q, shared.k(k.stage));
-        wgmma::commit();
-        wgmma::wait::<0>();
-        pin(&mut s);
-        if work.keys < KEYS as u32 {
-            mask(&mut s, work.keys);
-        }
-        state.raise_max(&s);
-        let mut encoded = W::encode(&mut s, state.max, call.promote);
-        pack::<W>(&s, &mut p);
-
-        let mut until = call.promote;
-        // Keys behind block j. The last block looks ahead at its own K tile, which stays, and masks all of it.
-        let mut left = work.keys;
-        for block in 0..work.tiles {
-            left = left.saturating_sub(KEYS as u32);
-            if left > 0 {
-                if leader {
-                    shared.k_free(k.stage).arrive();
-                }
-                k.advance();
-                shared.k_full(k.stage).wait(k.parity);
-            }
-
-            // S(j+1) = Q K(j+1)^T beside A += P(j) R(j)
-            shared.v_full(v.stage).wait(v.parity);
-            pin(&mut s);
-            pin(&mut p);
-            pin(&mut state.partial.values);
-            pin(&mut state.partial.ones);
+impl<S: Scores, const STAGES: u32> Consumer<'_, S, STAGES> {
+    /// All key blocks; there is at least one key.
+    #[inline(always)]
+    unsafe fn run<W: Weights, const SMOOTH: bool>(&mut self, state: &mut State) {
+        let (mut a, mut b) = ([0; 32], [0; 32]);
+        // SAFETY: the warpgroup runs this together; registers in flight are pinned until their wait, tiles are read
+        // between their full and free barriers.
+        unsafe {
+            self.shared.q_full().wait(0);
+            self.shared.k_full(self.k.stage()).wait(self.k.parity());
+            pin(&mut a);
             wgmma::fence();
-            S::issue(&mut s, q, shared.k(k.stage));
+            S::issue(&mut a, self.q, self.shared.k(self.k.stage()));
             wgmma::commit();
-            W::issue(&mut state.partial, &p, shared.v(v.stage), !state.fresh);
+            wgmma::wait::<0>();
+            pin(&mut a);
+            let first = self.k;
+            if self.left > KEYS as u32 {
+                self.k.advance();
+                self.shared.k_full(self.k.stage()).wait(self.k.parity());
+                if self.leader {
+                    self.shared.k_free(first.stage()).arrive();
+                }
+            }
+            pin(&mut b);
+            wgmma::fence();
+            S::issue(&mut b, self.q, self.shared.k(self.k.stage()));
             wgmma::commit();
+            while !self.step::<W, SMOOTH, true>(&mut a, &mut b, state) {
+                self.step::<W, SMOOTH, false>(&mut b, &mut a, state);
+            }
+            if SMOOTH {
+                // The means since then.
+                self.shared.means_full(self.means.stage()).wait(self.means.parity());
+                pin(&mut state.partial.values);
+                pin(&mut state.pending);
+                wgmma::fence();
+                state.issue_means(self.shared.means(self.means.stage()), false);
+                wgmma::commit();
+                wgmma::wait::<0>();
+                pin(&mut state.partial.values);
+                for (o, p) in state.out.iter_mut().zip(&state.partial.values) {
+                    *o += *p;
+                }
+            }
+        }
+    }
 
-            // m' = max(m, rowmax S(j+1)), codes of S(j+1) in place, A <- alpha A where a max moved
-            wgmma::wait::<1>();
-            pin(&mut s);
-            if left < KEYS as u32 {
-                mask(&mut s, left);
+    /// From the scores S(j) in `s` to the product with their probabilities. Meanwhile A += P(j-1) R(j-1) and
+    /// `other` = S(j+1) are in flight, and then A += P(j) R(j) and `s` = S(j+2). True behind the last block.
+    #[inline(always)]
+    unsafe fn step<W: Weights, const SMOOTH: bool, const EVEN: bool>(
+        &mut self,
+        s: &mut [u32; 32],
+        other: &mut [u32; 32],
+        state: &mut State,
+    ) -> bool {
+        let shared = self.shared;
+        // SAFETY: as in `run`.
+        unsafe {
+            // m' = max(m, rowmax S(j)), codes of S(j) in place, A <- alpha A where a max moved
+            if self.left < KEYS as u32 {
+                mask(s, self.left);
             }
             let before = state.max;
-            state.raise_max(&s);
-            let next = W::encode(&mut s, state.max, call.promote);
+            state.raise_max(s);
+            // Two parameters that are not 0: what was learned of one at the end of a loop must not end the other's.
+            let not_zero = if EVEN { self.call.promote } else { self.call.group.get() };
+            let encoded = W::encode(s, state.max, not_zero);
             let alpha = if any(before != state.max) { Some(state.rescale::<W>(before)) } else { None };
 
-            // l += r(j), promotion, means
+            let means_read = !EVEN && self.block % MEAN_BLOCKS as u32 == 1 && self.block > 1;
+            let last_k = self.k;
+            let more = self.left > 2 * KEYS as u32;
+            if more {
+                self.k.advance();
+                shared.k_full(self.k.stage()).wait(self.k.parity());
+            }
+            let last_v = self.v;
+            if self.left > 0 {
+                self.v.advance();
+                shared.v_full(self.v.stage()).wait(self.v.parity());
+            }
+
+            // l += r(j-1), promotion, means
             wgmma::wait::<0>();
-            pin(&mut s);
+            pin(other);
+            pin(&mut self.p);
             pin(&mut state.partial.values);
             pin(&mut state.partial.ones);
-            if leader {
-                shared.v_free(v.stage).arrive();
-            }
-            v.advance();
-            until -= 1;
-            let promote = until == 0 || left == 0;
-            if promote {
-                until = call.promote;
-            }
-            state.absorb::<W, SMOOTH>(thread % 4, block, encoded, alpha, promote);
-            encoded = next;
-            if SMOOTH && (block % MEAN_BLOCKS as u32 == MEAN_BLOCKS as u32 - 1 || left == 0) {
-                shared.means_full(slot.stage).wait(slot.parity);
-                state.restore_means(shared.means(slot.stage));
-                if leader {
-                    shared.means_free(slot.stage).arrive();
+            if self.leader {
+                if more {
+                    shared.k_free(last_k.stage()).arrive();
                 }
-                slot.advance();
+                if self.block > 0 {
+                    shared.v_free(last_v.stage()).arrive();
+                }
+                if SMOOTH && means_read {
+                    shared.means_free(self.means.stage()).arrive();
+                }
             }
-            pack::<W>(&s, &mut p);
+            if SMOOTH && means_read {
+                self.means.advance();
+            }
+            self.until -= 1;
+            let promote = self.until == 0 || self.left == 0;
+            if promote {
+                self.until = self.call.promote;
+            }
+            state.absorb::<SMOOTH, EVEN>(self.block, encoded, alpha, promote);
+            if EVEN && self.left == 0 {
+                return true;
+            }
+
+            // A += P(j) R(j) and S(j+2) = Q K(j+2)^T; behind the last block once more that one's scores
+            pack::<W>(s, &mut self.p);
+            pin(s);
+            pin(&mut self.p);
+            pin(&mut state.partial.values);
+            pin(&mut state.partial.ones);
+            pin(&mut state.pending);
+            wgmma::fence();
+            W::issue(&mut state.partial, &self.p, shared.v(self.v.stage()), !state.fresh);
+            wgmma::commit();
+            S::issue(s, self.q, shared.k(self.k.stage()));
+            wgmma::commit();
+            if EVEN && SMOOTH && self.block % MEAN_BLOCKS as u32 == 0 && self.block > 0 {
+                // Last, in the full precision of a 16-bit product, and promoted before the next FP8 product.
+                shared.means_full(self.means.stage()).wait(self.means.parity());
+                wgmma::fence();
+                state.issue_means(shared.means(self.means.stage()), true);
+                wgmma::commit();
+                self.until = 1;
+            }
+            self.block += 1;
+            self.left = self.left.saturating_sub(KEYS as u32);
         }
+        false
     }
 }
 
@@ -798,7 +889,7 @@ struct RowEnd {
     shift: f32,
 }
 
-/// Writes the 32 channels that this thread has of its upper (`ROW` 0) or lower row.
+/// Writes the channels, a quarter of all, that this thread has of its upper (`ROW` 0) or lower row.
 #[inline(always)]
 unsafe fn finish_row<const ROW: usize>(call: &Call, work: &Work, state: &State, token: u32, end: RowEnd) {
     if token >= call.q_tokens {
@@ -826,25 +917,32 @@ unsafe fn finish_row<const ROW: usize>(call: &Call, work: &Work, state: &State, 
             (low, state.out[4 * j + 2 * ROW + 1] * inverse * *scales.add(8 * j + 1))
         };
         let at = (at + 2 * lane as i64) as isize;
+        let channels = call.head_dim as usize;
         match call.out_type {
             OUT_F32 => {
                 let to = call.out.cast::<f32>().offset(at);
                 for j in 0..16 {
-                    (*to.add(8 * j), *to.add(8 * j + 1)) = pair(j);
+                    if 8 * j < channels {
+                        (*to.add(8 * j), *to.add(8 * j + 1)) = pair(j);
+                    }
                 }
             }
             OUT_F16 => {
                 let to = call.out.cast::<u16>().offset(at);
                 for j in 0..16 {
-                    let (low, high) = pair(j);
-                    *to.add(8 * j).cast::<u32>() = convert::f16x2(low, high);
+                    if 8 * j < channels {
+                        let (low, high) = pair(j);
+                        *to.add(8 * j).cast::<u32>() = convert::f16x2(low, high);
+                    }
                 }
             }
             _ => {
                 let to = call.out.cast::<u16>().offset(at);
                 for j in 0..16 {
-                    let (low, high) = pair(j);
-                    *to.add(8 * j).cast::<u32>() = convert::bf16x2(low, high);
+                    if 8 * j < channels {
+                        let (low, high) = pair(j);
+                        *to.add(8 * j).cast::<u32>() = convert::bf16x2(low, high);
+                    }
                 }
             }
         }
@@ -881,7 +979,20 @@ unsafe fn attention<S: Scores, W: Weights, const STAGES: u32, const SMOOTH: bool
             let work = call.work();
             let mut state = State::new();
             if work.tiles > 0 {
-                consume::<S, W, STAGES, SMOOTH>(&call, &work, &shared, warpgroup, &mut state);
+                let mut consumer = Consumer {
+                    call: &call,
+                    shared: &shared,
+                    q: shared.q(broadcast(warpgroup)),
+                    leader: thread_idx_x() % 32 == 0,
+                    k: Ring::<STAGES>::start(),
+                    v: Ring::before(),
+                    means: Ring::start(),
+                    block: 0,
+                    left: work.keys,
+                    until: 1,
+                    p: [0; 16],
+                };
+                consumer.run::<W, SMOOTH>(&mut state);
             }
             // Anew, so that nothing of it occupies registers during the loop.
             finish::<W>(&call, &call.work(), &state);
@@ -912,6 +1023,7 @@ macro_rules! entry {
             q_heads: u32,
             kv_heads: u32,
             group: NonZeroU32,
+            head_dim: u32,
             out_batch: i64,
             out_head: i64,
             out_token: i64,
@@ -920,7 +1032,7 @@ macro_rules! entry {
         ) {
             let call = Call {
                 q, k, v, means, v_scale, kv_lens, poisoned, out, lse, lse_shift, row_max, q_tokens, kv_tokens,
-                q_heads, kv_heads, group, out_batch, out_head, out_token, promote, out_type,
+                q_heads, kv_heads, group, head_dim, out_batch, out_head, out_token, promote, out_type,
             };
             // SAFETY: the entry's contract.
             unsafe { attention::<$scores, $weights, { $stages as u32 }, $smooth>(call) }

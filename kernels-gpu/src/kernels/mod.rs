@@ -43,6 +43,8 @@ pub mod rows;
 pub mod smooth_v;
 #[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
 pub mod stats;
+#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
+pub mod tour;
 
 /// How one kernel is launched. `cargo xtask kernels` writes the bounds into the PTX (Rust has no attribute
 /// for them), the host launches with the same numbers.
@@ -125,6 +127,8 @@ pub const PREPARE: &[Entry] = &[
     prepare("kmeans_sums_f16", 128, 8),
     prepare("kmeans_update_bf16", 128, 8),
     prepare("kmeans_update_f16", 128, 8),
+    prepare("kmeans_distances", 256, 4),
+    prepare("kmeans_tour", 1024, 1),
     prepare("order_count", 256, 4),
     prepare("order_scan", 1024, 1),
     prepare("order_scatter", 256, 4),

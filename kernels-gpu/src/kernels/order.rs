@@ -11,6 +11,7 @@
 //! | name | type | what |
 //! |---|---|---|
 //! | `labels` | u16 `[batch, kv_heads, kv_tokens]` | cluster of every token that counts, below `clusters` |
+//! | `numbers` | u16 `[batch, kv_heads, clusters]`, or null | of [`tour`](super::tour): `order_count` replaces every label by the number of its cluster |
 //! | `kv_lens` | u32 `[batch]`, or null | tokens that count |
 //! | `counts` | u32 `[batch, kv_heads, chunks, clusters]` | `order_count` writes the tokens of a chunk by cluster, `order_scan` makes of them those of the chunks before |
 //! | `starts` | u32 `[batch, kv_heads, clusters + 1]` | receives the first position of every cluster, and behind them the tokens that count |
@@ -85,19 +86,20 @@ impl Chunk {
 }
 
 kernel! {
-/// Counts the labels of every chunk.
+/// Counts the labels of every chunk, by their new numbers where there are any.
 ///
 /// # Safety
 /// Parameters and launch as the module says.
 pub unsafe fn order_count(
-    labels: *const u16,
+    labels: *mut u16,
+    numbers: *const u16,
     kv_lens: *const u32,
     counts: *mut u32,
     kv_tokens: u32,
     kv_heads: u32,
     clusters: u32,
 ) {
-    // SAFETY: labels that count are read, counts of the chunk written; the block stays together.
+    // SAFETY: labels that count are read and renumbered, counts of the chunk written; the block stays together.
     unsafe {
         let chunk = Chunk::new(kv_lens, kv_tokens, kv_heads, clusters);
         let mut cluster = thread_idx_x();
@@ -109,7 +111,11 @@ pub unsafe fn order_count(
         let labels = labels.add(chunk.index as usize * kv_tokens as usize);
         let mut token = chunk.first + thread_idx_x();
         while token < chunk.end {
-            shared::add_u32(counter(*labels.add(token as usize) as u32), 1);
+            let label = labels.add(token as usize);
+            if !numbers.is_null() {
+                *label = *numbers.add(chunk.index as usize * clusters as usize + *label as usize);
+            }
+            shared::add_u32(counter(*label as u32), 1);
             token += THREADS;
         }
         sync_threads();

@@ -11,7 +11,7 @@
 //! | `mean` | f32 `[batch, kv_heads, 128]`, or null | subtracted after RoPE: the token mean of [`stats`](super::stats) |
 //! | `balance` | f32 `[batch, kv_heads]`, or null | divides `side` |
 //! | `kv_lens` | u32 `[batch]`, or null | keys that count |
-//! | `tiles` | pointer, 16-byte aligned | receives the K tiles of [`tiles`](super::tiles) (INT8 lies like E4M3); keys that do not count become zeros |
+//! | `tiles` | pointer, 16-byte aligned | receives the K tiles of [`tiles`] (INT8 lies like E4M3); keys that do not count become zeros |
 //! | `scales` | f32 `[batch, kv_heads, ceil(kv_tokens / 128), 4]`; INT8 only, else not touched | receives the scale of every group of [`scale_groups`] |
 //! | `saturated` | u32 `[batch, kv_heads]`, or null, zeroed by the caller | set to 1 where a value is outside the format |
 //! | `k_batch`, `k_head`, `k_token` | i64 | strides of `k` |

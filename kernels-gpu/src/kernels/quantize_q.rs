@@ -9,7 +9,7 @@
 //! | `cos`, `sin` | f32 `[q_tokens, head_dim / 2]`, or null | RoPE |
 //! | `balance` | f32 `[batch, kv_heads]`, or null | factor on `side`, from [`stats`](super::stats) |
 //! | `k_mean` | f32 `[batch, kv_heads, 128]`, or null | the token mean of K |
-//! | `tiles` | pointer, 16-byte aligned | receives the Q tiles of [`tiles`](super::tiles) (INT8 lies like E4M3); rows from `q_tokens` and channels from `head_dim` on become zeros (of the sign of `side`) |
+//! | `tiles` | pointer, 16-byte aligned | receives the Q tiles of [`tiles`] (INT8 lies like E4M3); rows from `q_tokens` and channels from `head_dim` on become zeros (of the sign of `side`) |
 //! | `factor` | f32 `[batch, q_heads, 128 ceil(q_tokens / 128)]`; INT8 only, else not touched | receives the factor of every row: the scale of its group (rows r and r + 8 of 16) times `scale` 8 log2 e, NaN for a row that is not finite, 0 from `q_tokens` on |
 //! | `lse_shift` | f32 `[batch, q_heads, q_tokens]`, or null | receives `scale` q . k_mean, q after RoPE, summed as [`Part::dot`]; needs `k_mean` |
 //! | `saturated` | u32 `[batch, kv_heads]`, or null, zeroed by the caller | set to 1 where a value is outside the format |

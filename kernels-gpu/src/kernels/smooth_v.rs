@@ -33,7 +33,7 @@
 //! | `v`, `order`, `kv_lens` | as above | |
 //! | `means` | as above, or null | the block means of `v_stats` |
 //! | `scale` | f32 `[batch, kv_heads, 128]` | of `v_scale` |
-//! | `tiles` | pointer, 16-byte aligned | receives the V^T tiles of [`tiles`](super::tiles); tokens that do not count become zeros |
+//! | `tiles` | pointer, 16-byte aligned | receives the V^T tiles of [`tiles`]; tokens that do not count become zeros |
 //! | `mean_tiles` | pointer, 16-byte aligned; not touched without `means` | receives the tiles of f16 means divided by the scale, zeros for blocks without a token that counts and for padding |
 //! | strides and sizes | as above | |
 //!

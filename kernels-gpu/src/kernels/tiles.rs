@@ -90,10 +90,14 @@ pub const fn v_tile_offset(token: usize, channel: usize) -> usize {
 }
 
 /// Element (key `block` 0..16, `channel`) of a means tile: K-major core matrices without swizzle, 8 channels of
-/// 16 bytes (8 blocks) each; the matrix of blocks 8-15 follows 128 bytes on, the next 8 channels 256.
+/// 16 bytes (8 columns) each; the matrix of columns 8-15 follows 128 bytes on, the next 8 channels 256.
+///
+/// Column 2t + e + 8h holds block 4t + 2h + e: thread t of a row's four owns four consecutive blocks in the A
+/// fragment, and two consecutive ones are the halves of one register.
 #[inline(always)]
 pub const fn mean_offset(block: usize, channel: usize) -> usize {
-    channel / 8 * 256 + block / 8 * 128 + channel % 8 * 16 + block % 8 * 2
+    let (half, column) = (block / 2 % 2, block / 4 * 2 + block % 2);
+    channel / 8 * 256 + half * 128 + channel % 8 * 16 + column * 2
 }
 
 #[cfg(test)]

@@ -3,7 +3,8 @@
 //!
 //! Not as inline PTX: LLVM may copy an `asm!` block into both sides of a branch (it does, where two tests of one
 //! condition stand before and after it), and threads that take different sides then wait for each other in
-//! different places, or exchange nothing. Its intrinsics are marked *convergent* and stay where they are.
+//! different places, or exchange nothing. Its intrinsics are marked *convergent* and stay where they are. (rustc's
+//! own jump threading minds neither; `xtask` switches it off.)
 
 #[cfg(target_arch = "nvptx64")]
 pub use device::*;

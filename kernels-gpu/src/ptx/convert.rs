@@ -45,6 +45,26 @@ mod device {
         u32
     );
 
+    /// Two `cvt.rn.satfinite.e4m3x2.f32`: four E4M3 bytes, the first in the lowest.
+    #[inline(always)]
+    pub fn e4m3x4(x: [f32; 4]) -> u32 {
+        let d: u32;
+        // SAFETY: registers in, register out.
+        unsafe {
+            asm!(
+                "{{",
+                ".reg .b16 low, high;",
+                "cvt.rn.satfinite.e4m3x2.f32 low, {x1}, {x0};",
+                "cvt.rn.satfinite.e4m3x2.f32 high, {x3}, {x2};",
+                "mov.b32 {d}, {{low, high}};",
+                "}}",
+                d = out(reg32) d, x0 = in(reg32) x[0], x1 = in(reg32) x[1], x2 = in(reg32) x[2], x3 = in(reg32) x[3],
+                options(pure, nomem, nostack)
+            )
+        }
+        d
+    }
+
     /// `cvt.rn.satfinite.e4m3x2.f16x2`: two E4M3 bytes of two f16.
     #[inline(always)]
     pub fn e4m3x2_of_f16x2(pair: u32) -> u16 {

@@ -64,6 +64,18 @@ mod device {
         d
     }
 
+    /// `fma.rn.sat.f16x2`: `a * b + c`, rounded once, then clamped to 0..=1; NaN becomes 0.
+    #[inline(always)]
+    pub fn fma_sat(a: u32, b: u32, c: u32) -> u32 {
+        let d: u32;
+        // SAFETY: registers in, register out.
+        unsafe {
+            asm!("fma.rn.sat.f16x2 {}, {}, {}, {};", out(reg32) d, in(reg32) a, in(reg32) b, in(reg32) c,
+                options(pure, nomem, nostack))
+        }
+        d
+    }
+
     /// `ex2.approx.f16x2`: 2 to the power of each half, maximum relative error 2^-9.9.
     #[inline(always)]
     pub fn exp2(a: u32) -> u32 {

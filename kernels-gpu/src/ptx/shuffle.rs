@@ -23,6 +23,21 @@ mod device {
         other
     }
 
+    /// `shfl.sync.idx.b32` from lane 0. The assembler knows that the result is the same in all lanes, and keeps what
+    /// is computed from it in uniform registers.
+    ///
+    /// # Safety
+    /// All 32 lanes execute it together.
+    #[inline(always)]
+    pub unsafe fn broadcast(value: u32) -> u32 {
+        let first: u32;
+        // SAFETY: the whole warp takes part.
+        unsafe {
+            asm!("shfl.sync.idx.b32 {}, {}, 0, 31, -1;", out(reg32) first, in(reg32) value, options(nomem, nostack))
+        }
+        first
+    }
+
     /// `vote.sync.any.pred`: whether any lane says yes.
     ///
     /// # Safety
