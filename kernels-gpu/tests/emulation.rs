@@ -4,7 +4,7 @@
 use half::f16;
 use kernels_gpu::emulation::{Fault, Launch, Memory, Schedule, Violation};
 use kernels_gpu::formats::e4m3;
-use kernels_gpu::kernels::tiles::{mean_offset, swizzle_128};
+use kernels_gpu::kernels::tiles::swizzle_128;
 use kernels_gpu::ptx::bulk_copy::global_to_shared;
 use kernels_gpu::ptx::collective::{lanes_before, matching, shuffle_up, sync_warp};
 use kernels_gpu::ptx::mbarrier::{Barrier, fence_init, fence_proxy_async};
@@ -738,14 +738,14 @@ fn fp8_products_from_registers_and_their_row_sums() {
 fn core_matrices_without_swizzle() {
     let value = |x: u8| f16::from_f32((f32::from(x) - 128.0) / 64.0);
     launch(128, TILES, || {
-        // B: 128 rows of 16 f16 in the layout of the means.
+        // B: 128 rows of 16 f16 in core matrices, 128 bytes along K and 256 along rows.
         let thread = thread_idx_x() as usize;
         for chunk in [0, 8] {
             let words = std::array::from_fn(|w| {
                 let pair = [0, 1].map(|i| value(noise(thread, chunk + 2 * w + i, 8)).to_bits());
                 u32::from(pair[0]) | u32::from(pair[1]) << 16
             });
-            gpu!(store_shared_v4(A.add(mean_offset(chunk, thread) as u32), words));
+            gpu!(store_shared_v4(A.add((thread / 8 * 256 + chunk * 16 + thread % 8 * 16) as u32), words));
         }
         publish();
         let row = thread / 32 * 16 + thread % 32 / 4;

@@ -58,8 +58,10 @@ impl Entry {
 struct InFlight {
     place: usize,
     values: Vec<u32>,
-    /// The last product that writes them.
+    /// The last product that writes them, and fences of the thread before it.
     last: u64,
+    kind: Kind,
+    fences: u64,
 }
 
 /// A value that passed through `pin`.
@@ -160,7 +162,13 @@ impl Warpgroup {
     }
 
     /// Takes the registers `d` for a product: their values leave, poison enters.
-    fn take(&mut self, me: usize, product: u64, d: &mut [&mut [u32]]) -> Result<Vec<usize>, Violation> {
+    fn take(
+        &mut self,
+        me: usize,
+        product: u64,
+        kind: Kind,
+        d: &mut [&mut [u32]],
+    ) -> Result<Vec<usize>, Violation> {
         let thread = &mut self.threads[me];
         let mut places = Vec::new();
         for d in d {
@@ -169,11 +177,15 @@ impl Warpgroup {
                 if d.iter().any(|x| *x != POISON) {
                     return Err(Violation::RegistersInFlight);
                 }
-                known.last = product;
+                // Only products of one shape follow each other on the same accumulators without a fence.
+                if known.kind != kind && known.fences == thread.fences {
+                    return Err(Violation::RegisterFence("D, of a product of another shape"));
+                }
+                (known.last, known.kind, known.fences) = (product, kind, thread.fences);
             } else {
                 thread.check_fence(place, d, "D")?;
-                let (values, last) = (d.to_vec(), product);
-                thread.in_flight.push(InFlight { place, values, last });
+                let (values, last, fences) = (d.to_vec(), product, thread.fences);
+                thread.in_flight.push(InFlight { place, values, last, kind, fences });
                 d.fill(POISON);
             }
             places.push(place);
@@ -216,7 +228,7 @@ impl Warpgroup {
                 done: false,
             });
         }
-        let places = self.take(me, number, d)?;
+        let places = self.take(me, number, kind, d)?;
         self.threads[me].issued += 1;
         let product = &mut self.products[(number - self.retired) as usize];
         for source in &product.sources {

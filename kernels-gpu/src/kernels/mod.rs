@@ -11,6 +11,10 @@
     clippy::needless_range_loop,
     reason = "lane and register arithmetic is written as the layouts are: remainders beside quotients, indices over several arrays"
 )]
+#![allow(
+    rustdoc::private_intra_doc_links,
+    reason = "the documentation of a kernel is for readers of its source"
+)]
 
 /// Defines the entries of a module: a kernel on the device, a function of the same parameters for the emulation.
 #[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
