@@ -68,6 +68,15 @@ fn batches_of_grouped_heads_with_lengths() {
 }
 
 #[test]
+fn heads_of_fewer_channels_are_padded() {
+    for head_dim in [64, 72] {
+        for case in Case::new(66, 200).entries() {
+            check(&Case { q_heads: 2, head_dim, ..case });
+        }
+    }
+}
+
+#[test]
 fn no_valid_key_gives_zeros() {
     for case in Case::new(127, 300).entries() {
         let case = Case { batch: 2, kv_lens: Some(vec![0, 127]), ..case };

@@ -32,6 +32,7 @@ pub struct Case {
     pub kv_heads: usize,
     pub q_tokens: usize,
     pub kv_tokens: usize,
+    pub head_dim: usize,
     pub kv_lens: Option<Vec<usize>>,
     pub out: Out,
     pub promote: u32,
@@ -64,6 +65,7 @@ impl Case {
             kv_heads: 1,
             q_tokens,
             kv_tokens,
+            head_dim: HEAD_DIM,
             kv_lens: None,
             out: Out::F32,
             promote: 4,
@@ -108,7 +110,7 @@ impl Case {
     }
 }
 
-/// What came out, heads in order, [batch, q_heads, q_tokens(, 128)].
+/// What came out, heads in order, [batch, q_heads, q_tokens(, head_dim)].
 pub struct Outcome {
     pub o: Vec<f32>,
     pub lse: Vec<f32>,
@@ -130,13 +132,14 @@ fn normal(rng: &mut ChaCha8Rng, n: usize) -> Vec<f32> {
 /// q, k and v whose keys and values have token means worth removing and whose row maxima move from tile to tile.
 fn inputs(case: &Case) -> [Vec<f32>; 3] {
     let mut rng = ChaCha8Rng::seed_from_u64(case.kv_tokens as u64 * 1000 + case.q_tokens as u64);
-    let rows = |heads: usize, tokens: usize| case.batch * heads * tokens * HEAD_DIM;
+    let dim = case.head_dim;
+    let rows = |heads: usize, tokens: usize| case.batch * heads * tokens * dim;
     let mut q = normal(&mut rng, rows(case.q_heads, case.q_tokens));
     q.iter_mut().for_each(|x| *x *= case.sharpness);
     let mut k = normal(&mut rng, rows(case.kv_heads, case.kv_tokens));
     let mut v = normal(&mut rng, rows(case.kv_heads, case.kv_tokens));
-    let offset = normal(&mut rng, HEAD_DIM);
-    for (token, (k, v)) in k.chunks_exact_mut(HEAD_DIM).zip(v.chunks_exact_mut(HEAD_DIM)).enumerate() {
+    let offset = normal(&mut rng, dim);
+    for (token, (k, v)) in k.chunks_exact_mut(dim).zip(v.chunks_exact_mut(dim)).enumerate() {
         let growth = 0.5 + (token % case.kv_tokens) as f32 / case.kv_tokens as f32;
         for (c, offset) in offset.iter().enumerate() {
             k[c] = k[c] * growth + offset;
@@ -168,31 +171,31 @@ fn put(e4m3: bool, tile: &mut [u8], at: usize, code: f64) {
 }
 
 /// E4M3 codes, scales and 16-bit means of the values of one head, as the CPU backend makes them.
-fn quantize_v(smooth: bool, v: &[f32], tokens: usize) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
-    let mut amax = [0.0f32; HEAD_DIM];
-    let mut amax_mean = [0.0f32; HEAD_DIM];
-    let blocks: Vec<&[f32]> = v[..tokens * HEAD_DIM].chunks(KEYS * HEAD_DIM).collect();
-    let mut means = vec![0.0f32; blocks.len() * HEAD_DIM];
-    for (block, m) in blocks.iter().zip(means.chunks_exact_mut(HEAD_DIM)) {
+fn quantize_v(smooth: bool, v: &[f32], dim: usize) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
+    let mut amax = vec![0.0f32; dim];
+    let mut amax_mean = vec![0.0f32; dim];
+    let blocks: Vec<&[f32]> = v.chunks(KEYS * dim).collect();
+    let mut means = vec![0.0f32; blocks.len() * dim];
+    for (block, m) in blocks.iter().zip(means.chunks_exact_mut(dim)) {
         if smooth {
-            mean::block_mean(block, HEAD_DIM, block.len() / HEAD_DIM, m);
+            mean::block_mean(block, dim, block.len() / dim, m);
         }
         for (i, x) in block.iter().enumerate() {
-            let c = i % HEAD_DIM;
+            let c = i % dim;
             amax[c] = amax[c].max((x - m[c]).abs());
             amax_mean[c] = amax_mean[c].max(m[c].abs());
         }
     }
-    let scale: Vec<f32> = (0..HEAD_DIM)
+    let scale: Vec<f32> = (0..dim)
         .map(|c| (amax[c] / e4m3::MAX).max(amax_mean[c] / 60000.0))
         .map(|s| if s > 0.0 { s } else { 1.0 })
         .collect();
-    means.iter_mut().enumerate().for_each(|(i, m)| *m = f16::from_f32(*m / scale[i % HEAD_DIM]).to_f32());
+    means.iter_mut().enumerate().for_each(|(i, m)| *m = f16::from_f32(*m / scale[i % dim]).to_f32());
     let residual = |(i, x): (usize, &f32)| {
-        let c = i % HEAD_DIM;
-        e4m3::round((x - means[i / HEAD_DIM / KEYS * HEAD_DIM + c] * scale[c]) / scale[c])
+        let c = i % dim;
+        e4m3::round((x - means[i / dim / KEYS * dim + c] * scale[c]) / scale[c])
     };
-    (v[..tokens * HEAD_DIM].iter().enumerate().map(residual).collect(), scale, means)
+    (v.iter().enumerate().map(residual).collect(), scale, means)
 }
 
 impl Tiles {
@@ -215,8 +218,9 @@ impl Tiles {
         };
         let nats = f64::from(units::NATS);
         for (tiles, head) in t.q.chunks_exact_mut(q_tiles * q_tile).zip(heads) {
-            for (i, q) in head.q.iter().enumerate() {
+            for i in 0..case.q_tokens * HEAD_DIM {
                 let (row, c) = (i / HEAD_DIM, i % HEAD_DIM);
+                let q = if c < head.qk_dim { head.q[row * head.qk_dim + c] } else { 0.0 };
                 // Dividing what was multiplied may be off by an ulp of f64; codes have 11 bits.
                 let code = f64::from((q / nats) as f32);
                 put(case.e4m3, &mut tiles[row / ROWS * q_tile..][..q_tile], q_offset(row % ROWS, c), code);
@@ -230,21 +234,21 @@ impl Tiles {
         let group = case.q_heads / case.kv_heads;
         for index in 0..kv_heads {
             let head = &heads[index * group];
-            let keys = head.k.len() / HEAD_DIM;
+            let (keys, dim) = (head.k.len() / head.qk_dim, case.head_dim);
             let used = keys.div_ceil(KEYS);
             let k = &mut t.k[index * kv_tiles * k_tile..][..used * k_tile];
             k.fill(0);
             for (i, code) in head.k.iter().enumerate() {
-                let (key, c) = (i / HEAD_DIM, i % HEAD_DIM);
+                let (key, c) = (i / head.qk_dim, i % head.qk_dim);
                 put(case.e4m3, &mut k[key / KEYS * k_tile..][..k_tile], k_offset(key % KEYS, c), *code);
             }
-            let (codes, scale, means) =
-                quantize_v(case.smooth, &v[index * case.kv_tokens * HEAD_DIM..], keys);
+            let v = &v[index * case.kv_tokens * dim..][..keys * dim];
+            let (codes, scale, means) = quantize_v(case.smooth, v, dim);
             let tiles = &mut t.v[index * kv_tiles * tiles::V_BYTES..][..used * tiles::V_BYTES];
             tiles.fill(0);
             for (i, code) in codes.iter().enumerate() {
-                let (token, c) = (i / HEAD_DIM, i % HEAD_DIM);
-                let mean = means[token / KEYS * HEAD_DIM + c];
+                let (token, c) = (i / dim, i % dim);
+                let mean = means[token / KEYS * dim + c];
                 assert_eq!(
                     f64::from((code + mean) * scale[c]),
                     head.v[i],
@@ -257,11 +261,12 @@ impl Tiles {
                 &mut t.means[index * mean_tiles * tiles::MEAN_BYTES..][..mean_tiles * tiles::MEAN_BYTES];
             into[..used.div_ceil(MEAN_BLOCKS) * tiles::MEAN_BYTES].fill(0);
             for (i, mean) in means.iter().enumerate() {
-                let (block, c) = (i / HEAD_DIM, i % HEAD_DIM);
+                let (block, c) = (i / dim, i % dim);
                 let at = block / MEAN_BLOCKS * tiles::MEAN_BYTES + tiles::mean_offset(block % MEAN_BLOCKS, c);
                 into[at..at + 2].copy_from_slice(&f16::from_f32(*mean).to_le_bytes());
             }
             t.v_scale.extend(scale);
+            t.v_scale.resize((index + 1) * HEAD_DIM, 1.0);
         }
         t
     }
@@ -270,8 +275,9 @@ impl Tiles {
 /// Runs a case every way.
 pub fn attend(case: &Case) -> Result<Outcome, Fault> {
     let [q, k, v] = inputs(case);
+    let dim = case.head_dim;
     let view = |name, x, heads, tokens| {
-        TensorView::new(name, x, [case.batch, heads, tokens, HEAD_DIM], Layout::Bhsd).expect("a whole tensor")
+        TensorView::new(name, x, [case.batch, heads, tokens, dim], Layout::Bhsd).expect("a whole tensor")
     };
     let mut problem = Problem::new(
         view("q", q.as_slice(), case.q_heads, case.q_tokens),
@@ -285,7 +291,7 @@ pub fn attend(case: &Case) -> Result<Outcome, Fault> {
     let cpu = run(&Cpu, &plan, &problem, None).expect("a valid call");
 
     let order = cpu.order;
-    let qs = Cpu.prepare_q(&plan, &problem).expect("a valid call");
+    let qs = Cpu.prepare_q(&plan, &problem, &order).expect("a valid call");
     let ks = Cpu.prepare_k(&plan, &problem, &order, &qs).expect("a valid call");
     let vs = Cpu.prepare_v(&plan, &problem, &order).expect("a valid call");
     let heads: Vec<Dequantized> = (0..case.batch * case.q_heads)
@@ -298,21 +304,21 @@ pub fn attend(case: &Case) -> Result<Outcome, Fault> {
         let (batch, head) = (index / case.q_heads, index % case.q_heads);
         let keys = problem.kv_len(batch);
         let at = batch * case.kv_heads + head / (case.q_heads / case.kv_heads);
-        let mut m = [0.0; HEAD_DIM];
-        mean::token_mean(&k[at * case.kv_tokens * HEAD_DIM..], HEAD_DIM, keys, &mut m);
-        for q in q[index * case.q_tokens * HEAD_DIM..][..case.q_tokens * HEAD_DIM].chunks_exact(HEAD_DIM) {
-            let dot: f64 = q.iter().zip(m).map(|(&q, m)| f64::from(q) * f64::from(m)).sum();
+        let mut m = vec![0.0; dim];
+        mean::token_mean(&k[at * case.kv_tokens * dim..], dim, keys, &mut m);
+        for q in q[index * case.q_tokens * dim..][..case.q_tokens * dim].chunks_exact(dim) {
+            let dot: f64 = q.iter().zip(&m).map(|(&q, &m)| f64::from(q) * f64::from(m)).sum();
             lse_shift.push((f64::from(plan.scale) * dot) as f32);
         }
     }
 
     let rows = case.batch * case.q_heads * case.q_tokens;
-    let mut exact_o = vec![0.0; rows * HEAD_DIM];
+    let mut exact_o = vec![0.0; rows * dim];
     let mut exact_lse = vec![0.0; rows];
     let outputs =
-        exact_o.chunks_exact_mut(case.q_tokens * HEAD_DIM).zip(exact_lse.chunks_exact_mut(case.q_tokens));
+        exact_o.chunks_exact_mut(case.q_tokens * dim).zip(exact_lse.chunks_exact_mut(case.q_tokens));
     for (head, (o, lse)) in heads.iter().zip(outputs) {
-        let x = Operands { q: &head.q, k: &head.k, v: &head.v, qk_dim: HEAD_DIM, v_dim: HEAD_DIM };
+        let x = Operands { q: &head.q, k: &head.k, v: &head.v, qk_dim: head.qk_dim, v_dim: dim };
         attention_head(x, 1.0, o, lse);
     }
     exact_lse.iter_mut().zip(&lse_shift).for_each(|(l, s)| *l += f64::from(*s));
@@ -332,9 +338,9 @@ pub fn attend(case: &Case) -> Result<Outcome, Fault> {
     Ok(Outcome { o, lse, row_max, cpu_o, cpu_lse, cpu_row_max, exact_o, exact_lse })
 }
 
-/// Launches the case's entry; the output lies token by token (bshd), heads 136 elements apart.
+/// Launches the case's entry; the output lies token by token (bshd) with a gap behind every head.
 fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<(Vec<f32>, Vec<f32>, Vec<f32>), Fault> {
-    const PITCH: usize = HEAD_DIM + 8;
+    let pitch = case.head_dim + 8;
     let (rows, heads) = (case.batch * case.q_heads * case.q_tokens, case.batch * case.q_heads);
     let mut gpu = Memory::new();
     let [q, k, v] = [("q", &tiles.q), ("k", &tiles.k), ("v", &tiles.v)].map(|(n, x)| gpu.input(n, x));
@@ -346,8 +352,8 @@ fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<(Vec<f32>, V
     case.poisoned.iter().for_each(|&i| poison[i] = 1);
     let poisoned = if case.poisoned.is_empty() { std::ptr::null() } else { gpu.input("poisoned", &poison) };
     let (out32, out16) = match case.out {
-        Out::F32 => (gpu.output::<f32>("out", rows * PITCH), std::ptr::null_mut()),
-        Out::F16 | Out::Bf16 => (std::ptr::null_mut(), gpu.output::<u16>("out", rows * PITCH)),
+        Out::F32 => (gpu.output::<f32>("out", rows * pitch), std::ptr::null_mut()),
+        Out::F16 | Out::Bf16 => (std::ptr::null_mut(), gpu.output::<u16>("out", rows * pitch)),
     };
     let out: *mut u8 = if case.out == Out::F32 { out32.cast() } else { out16.cast() };
     let lse = gpu.output::<f32>("lse", rows);
@@ -381,6 +387,7 @@ fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<(Vec<f32>, V
         u32,
         u32,
         NonZeroU32,
+        u32,
         i64,
         i64,
         i64,
@@ -399,7 +406,7 @@ fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<(Vec<f32>, V
         Out::F16 => entries::OUT_F16,
         Out::Bf16 => entries::OUT_BF16,
     };
-    let (token, head) = (case.q_heads * PITCH, PITCH);
+    let (token, head) = (case.q_heads * pitch, pitch);
     let batch = case.q_tokens * token;
     let grid = [case.q_tokens.div_ceil(2 * ROWS), case.q_heads, case.batch].map(|n| n as u32);
     Launch::of(entry).grid(grid).schedule(case.schedule).run(&gpu, || {
@@ -422,6 +429,7 @@ fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<(Vec<f32>, V
                 case.q_heads as u32,
                 case.kv_heads as u32,
                 group,
+                case.head_dim as u32,
                 batch as i64,
                 head as i64,
                 token as i64,
@@ -436,13 +444,13 @@ fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<(Vec<f32>, V
         Out::F16 => gpu.read(out16).into_iter().map(|x| f16::from_bits(x).to_f32()).collect(),
         Out::Bf16 => gpu.read(out16).into_iter().map(|x| bf16::from_bits(x).to_f32()).collect(),
     };
-    let mut o = Vec::with_capacity(rows * HEAD_DIM);
+    let mut o = Vec::with_capacity(rows * case.head_dim);
     for (b, h) in (0..case.batch).flat_map(|b| (0..case.q_heads).map(move |h| (b, h))) {
         for t in 0..case.q_tokens {
-            o.extend(&all[b * batch + h * head + t * token..][..HEAD_DIM]);
+            o.extend(&all[b * batch + h * head + t * token..][..case.head_dim]);
         }
     }
-    let gap = all.chunks_exact(PITCH).flat_map(|row| &row[HEAD_DIM..]);
+    let gap = all.chunks_exact(pitch).flat_map(|row| &row[case.head_dim..]);
     assert!(gap.into_iter().all(|x| x.is_nan()), "nothing is written between the heads");
     Ok((o, gpu.read(lse), gpu.read(row_max).into_iter().map(f32::from_bits).collect()))
 }

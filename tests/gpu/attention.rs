@@ -8,7 +8,7 @@ use vc_attention::fidelity::reference::attention;
 use vc_attention::{DType, Layout, NonFinite, Plan, Problem, run, run_on_order};
 
 use crate::call::{Distances, OnGpu, Result, Twin, Wanted, between, distances};
-use crate::common::{Case, Data, F32_LSE, lse, o_f32, recipe};
+use crate::common::{Case, Data, F32_LSE, lse, o_f32, recipe, same_bits};
 use crate::device::{Gpu, gpu};
 use crate::inputs::{Gaps, Inputs, plain, real};
 
@@ -241,23 +241,27 @@ fn attention_of_a_broken_key_or_value() {
     }
 }
 
+/// A head whose scores grow with the square of `gain`: at 1 they fit, at 6 they lie beyond 512 code units, at 80 beyond
+/// f16.
+fn loud(gain: f32) -> Inputs {
+    let mut data = Case::new([1, 1, 1], [128, 300], 128).normal(67);
+    data.q.iter_mut().for_each(|x| *x = gain * (*x + 1.0));
+    data.k.iter_mut().for_each(|x| *x *= gain);
+    Inputs::new(&data, DType::F16, Layout::Bhsd, Gaps::None)
+}
+
 /// Scores that f16 cannot hold are reported, and are never a silent number.
 #[test]
 fn attention_beyond_the_score_range() {
     let Some(gpu) = gpu() else { return };
-    let case = Case::new([1, 1, 1], [128, 300], 128);
     for text in KERNELS {
         for (gain, least) in [(1.0, 0.0), (6.0, 512.0), (80.0, 65504.0)] {
-            let mut data = case.normal(67);
-            // One direction carries the scores: every row has a maximum of about gain^2 sqrt(128) nats.
-            data.q.chunks_exact_mut(128).for_each(|q| q.iter_mut().for_each(|x| *x = gain * (*x + 1.0)));
-            data.k.chunks_exact_mut(128).for_each(|k| k.iter_mut().for_each(|x| *x *= gain));
-            let inputs = Inputs::new(&data, DType::F16, Layout::Bhsd, Gaps::None);
             let result =
-                OnGpu::new(&gpu, &inputs.problem(), &recipe(text), Wanted::default()).run(Grouping::Cold);
-            let seen = result.observed.max_score;
-            let case = format!("{text}, gain {gain}: largest score {seen}");
-            assert!(seen.is_nan() || f64::from(seen) >= least, "{case}, at least {least} was there");
+                OnGpu::new(&gpu, &loud(gain).problem(), &recipe(text), Wanted::default()).run(Grouping::Cold);
+            let (seen, saturated) = (result.observed.max_score, result.observed.saturated);
+            let case = format!("{text}, gain {gain}: largest score {seen}, operands saturated: {saturated}");
+            assert!(seen.is_nan() || seen >= least || saturated, "{case}, at least {least} was there");
+            assert!(gain > 1.0 || seen < 512.0 && !saturated, "{case}, none of which is so");
             for (row, o) in result.o.chunks_exact(128).enumerate() {
                 assert!(o.iter().any(|&x| x != 0.0), "{case}: row {row} is a silent 0");
                 let broken = o.iter().filter(|x| !x.is_finite()).count();
@@ -267,6 +271,25 @@ fn attention_beyond_the_score_range() {
                 );
                 assert!(broken == 0 || seen.is_nan() || seen >= 65504.0, "{case}: row {row} is not finite");
             }
+        }
+    }
+}
+
+/// The backend does not return what f16 scores cannot give: it is the CPU's result then, and says so.
+#[test]
+fn attention_falls_back() {
+    let Some(_gpu) = gpu() else { return };
+    let cuda = Cuda::new(0).expect("the GPU is there");
+    for text in KERNELS {
+        for gain in [6.0, 80.0] {
+            let inputs = loud(gain);
+            let problem = inputs.problem();
+            let plan = Plan::new(&problem, &recipe(text), F32_LSE).expect("valid");
+            let got = run(&cuda, &plan, &problem, None).expect("runs").output;
+            let want = run(&Cpu, &plan, &problem, None).expect("runs").output;
+            assert!(same_bits(o_f32(&got), o_f32(&want)), "{text}, gain {gain}: not the CPU's output");
+            assert!(same_bits(lse(&got), lse(&want)), "{text}, gain {gain}: not the CPU's LSE");
+            assert!(got.observed.f32_fallbacks > 0, "{text}, gain {gain}: {:?}", got.observed);
         }
     }
 }
@@ -351,7 +374,8 @@ fn distances_notice_one_key() {
         let recipe = recipe(&format!("{text}+order=sequence"));
         let result = |problem: &Problem| {
             let output = vc_attention::attend(problem, &recipe, F32_LSE).expect("valid");
-            let observed = DeviceObserved { max_score: output.observed.max_score, mean_share: None };
+            let observed =
+                DeviceObserved { max_score: output.observed.max_score, mean_share: None, saturated: false };
             Result { o: o_f32(&output).to_vec(), lse: lse(&output).to_vec(), bytes: Vec::new(), observed }
         };
         let problem = Problem { kv_lens: Some(&all), ..inputs.problem() };

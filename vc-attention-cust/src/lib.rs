@@ -74,9 +74,9 @@ pub struct Call<'a> {
     pub v: &'a DeviceSlice<u16>,
     /// Receives the output, 16-byte aligned.
     pub o: Output<'a>,
-    /// [batch, q_heads, q_tokens]: receives the natural-log log-sum-exp.
+    /// `[batch, q_heads, q_tokens]`: receives the natural-log log-sum-exp.
     pub lse: Option<&'a mut DeviceSlice<f32>>,
-    /// [batch]: valid keys of every batch; all of them when absent.
+    /// `[batch]`: valid keys of every batch; all of them when absent.
     pub kv_lens: Option<&'a DeviceSlice<u32>>,
 }
 
@@ -133,7 +133,7 @@ pub fn ptr<T: DeviceCopy>(slice: &DeviceSlice<T>) -> DevicePtr {
     slice.as_device_ptr().as_raw()
 }
 
-/// First and last element that a shape [batch, heads, tokens] with strides and head_dim channels reaches.
+/// First and last element that a shape `[batch, heads, tokens]` with strides and head_dim channels reaches.
 fn reach(shape: [usize; 3], strides: Strides, head_dim: usize) -> [i128; 2] {
     let steps = shape.iter().zip(strides).map(|(&n, stride)| (n as i128 - 1) * i128::from(stride));
     let ends = steps.fold([0, 0], |[low, high], step| [low + step.min(0), high + step.max(0)]);

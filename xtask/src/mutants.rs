@@ -1,8 +1,9 @@
 //! `cargo xtask mutants`: plants faults into copies of the kernels and sees whether the emulated tests catch them.
 //!
 //! A mutant is a copy of `kernels-gpu` under another name with one patch of `kernels-gpu/mutants.toml`, and the
-//! tests of the workspace built against that copy; the CPU backend that they compare with stays as it is, and is
-//! built once. The project's own sources are never touched, and no build of them knows of mutants.
+//! tests of the workspace built against that copy. The CPU backend that they compare with is a copy too, without
+//! patches: it is built once, and the project's files may change while mutants run. The project's own sources are
+//! never touched, and no build of them knows of mutants.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -16,8 +17,8 @@ use serde::Deserialize;
 
 use crate::root;
 
-/// Tests that mutants are held against.
-const TESTS: &[&str] = &["emulated_attention"];
+/// Tests that mutants are held against; the first unless one says otherwise.
+const TESTS: &[&str] = &["emulated_attention", "emulated_preprocessing"];
 
 /// Longer than the tests take on any machine: a mutant that loops is caught by it.
 const LIMIT: Duration = Duration::from_secs(300);
@@ -35,6 +36,8 @@ struct Mutant {
     name: String,
     /// The file, below `kernels-gpu/src`.
     file: PathBuf,
+    /// The test that has to catch it.
+    test: Option<String>,
     /// Text that occurs there exactly once.
     search: String,
     /// What stands there instead.
@@ -58,12 +61,15 @@ pub fn run(filter: Option<&str>) -> Result<()> {
     let list = root().join("kernels-gpu/mutants.toml");
     let list: Mutants = toml::from_str(&fs::read_to_string(&list)?).context("cannot read mutants.toml")?;
     let copy = Copy::new()?;
-    ensure!(matches!(copy.test()?, Fate::Survived), "the tests fail without any mutant");
+    for test in TESTS {
+        ensure!(matches!(copy.test(test)?, Fate::Survived), "{test} fails without any mutant");
+    }
 
     let mut wrong = 0;
     println!("| planted fault | caught by |\n|---|---|");
     for mutant in list.mutant.iter().filter(|m| filter.is_none_or(|f| m.name.contains(f))) {
-        let fate = copy.with(mutant, |copy| copy.test())?;
+        let test = mutant.test.as_deref().unwrap_or(TESTS[0]);
+        let fate = copy.with(mutant, |copy| copy.test(test))?;
         let as_expected = matches!(fate, Fate::Caught(_)) == mutant.survives.is_none();
         let text = match (&fate, &mutant.survives) {
             (Fate::Caught(message), None) => message.clone(),
@@ -107,6 +113,7 @@ impl Copy {
             fs::write(source, text)?;
         }
         fs::write(folder.join("Cargo.toml"), manifest()?)?;
+        copy_backend(&folder.join("backend"))?;
         Ok(Self { folder })
     }
 
@@ -122,34 +129,26 @@ impl Copy {
         result
     }
 
-    /// Builds and runs the tests until the first failure.
-    fn test(&self) -> Result<Fate> {
+    /// Builds and runs a test until the first failure.
+    fn test(&self, test: &str) -> Result<Fate> {
         let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
         cargo.current_dir(&self.folder).env("CARGO_TARGET_DIR", root().join("target"));
-        cargo.args(["test", "--release", "--no-run"]).args(TESTS.iter().flat_map(|t| ["--test", t]));
-        let build = cargo.output().context("cannot start cargo")?;
+        let build = cargo.args(["test", "--release", "--no-run", "--test", test]).output();
+        let build = build.context("cannot start cargo")?;
         let text = String::from_utf8_lossy(&build.stderr).into_owned();
         if !build.status.success() {
             let line = text.lines().find(|l| l.starts_with("error")).unwrap_or("unknown error");
             return Ok(Fate::Broken(line.into()));
         }
-        for test in TESTS {
-            let mark = format!("Executable tests/{test}.rs (");
-            let path = text.lines().find_map(|l| l.trim().strip_prefix(&mark)?.strip_suffix(')'));
-            let path =
-                self.folder.join(path.with_context(|| format!("cargo names no executable of {test}"))?);
-            let mut run = Command::new(&path);
-            // One test at a time: messages must not mix.
-            run.args(["--nocapture", "--test-threads=1"])
-                .current_dir(&self.folder)
-                .env("RUST_BACKTRACE", "0");
-            run.stdout(Stdio::null()).stderr(Stdio::piped());
-            let child = run.spawn().with_context(|| format!("cannot start {}", path.display()))?;
-            if let Some(message) = first_failure(child)? {
-                return Ok(Fate::Caught(message));
-            }
-        }
-        Ok(Fate::Survived)
+        let mark = format!("Executable tests/{test}.rs (");
+        let path = text.lines().find_map(|l| l.trim().strip_prefix(&mark)?.strip_suffix(')'));
+        let path = self.folder.join(path.with_context(|| format!("cargo names no executable of {test}"))?);
+        let mut run = Command::new(&path);
+        // One test at a time: messages must not mix.
+        run.args(["--nocapture", "--test-threads=1"]).current_dir(&self.folder).env("RUST_BACKTRACE", "0");
+        run.stdout(Stdio::null()).stderr(Stdio::piped());
+        let child = run.spawn().with_context(|| format!("cannot start {}", path.display()))?;
+        Ok(first_failure(child)?.map_or(Fate::Survived, Fate::Caught))
     }
 }
 
@@ -216,7 +215,7 @@ fn manifest() -> Result<String> {
         tests.insert(name.into(), value.clone());
     }
     let mut host = toml::Table::new();
-    host.insert("path".into(), root().to_str().context("a path in UTF-8")?.into());
+    host.insert("path".into(), "backend".into());
     host.insert("default-features".into(), false.into());
     tests.insert("vc-attention".into(), host.into());
     let mut manifest = toml::Table::new();
@@ -225,9 +224,31 @@ fn manifest() -> Result<String> {
     Ok(format!(
         "[package]\nname = \"mutant\"\nversion = \"0.0.0\"\nedition = \"2024\"\npublish = false\n\n\
          [features]\ndefault = [\"emulation\"]\nemulation = []\n\n\
-         [profile.release]\ndebug = \"line-tables-only\"\nincremental = true\n\n[workspace]\n\n{}",
+         [profile.release]\ndebug = \"line-tables-only\"\nincremental = true\n\n[workspace]\nexclude = [\"backend\"]\n\n{}",
         toml::to_string(&manifest)?
     ))
+}
+
+/// Copies what the library and its CPU backend are built from.
+fn copy_backend(to: &Path) -> Result<()> {
+    copy_folder(&root().join("host"), &to.join("host"))?;
+    copy_folder(&root().join("kernels-gpu/src"), &to.join("kernels-gpu/src"))?;
+    fs::copy(root().join("build.rs"), to.join("build.rs"))?;
+    for package in ["", "kernels-gpu"] {
+        let text = fs::read_to_string(root().join(package).join("Cargo.toml"))?;
+        let mut manifest: toml::Table = toml::from_str(&text)?;
+        for unused in ["bench", "bin", "dev-dependencies", "test"] {
+            manifest.remove(unused);
+        }
+        if let Some(workspace) = manifest.get_mut("workspace").and_then(toml::Value::as_table_mut) {
+            workspace.insert("members".into(), vec!["kernels-gpu"].into());
+        }
+        if let Some(package) = manifest.get_mut("package").and_then(toml::Value::as_table_mut) {
+            package.remove("default-run");
+        }
+        fs::write(to.join(package).join("Cargo.toml"), toml::to_string(&manifest)?)?;
+    }
+    Ok(())
 }
 
 fn copy_folder(from: &Path, to: &Path) -> Result<()> {

@@ -154,6 +154,11 @@ mod host {
         u32::from(bits(low)) | u32::from(bits(high)) << 16
     }
 
+    /// Two `cvt.rn.satfinite.e4m3x2.f32`: four E4M3 bytes, the first in the lowest.
+    pub fn e4m3x4(x: [f32; 4]) -> u32 {
+        u32::from(e4m3x2(x[0], x[1])) | u32::from(e4m3x2(x[2], x[3])) << 16
+    }
+
     /// `cvt.rn.satfinite.e4m3x2.f16x2`: two E4M3 bytes of two f16.
     pub fn e4m3x2_of_f16x2(pair: u32) -> u16 {
         let (low, high) = f32_of_f16x2(pair);

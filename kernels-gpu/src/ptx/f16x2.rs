@@ -157,6 +157,11 @@ mod host {
         half(a, b, c) | half(a >> 16, b >> 16, c >> 16) << 16
     }
 
+    /// `fma.rn.sat.f16x2`: `a * b + c`, rounded once, then clamped to 0..=1; NaN becomes 0.
+    pub fn fma_sat(a: u32, b: u32, c: u32) -> u32 {
+        each(fma(a, b, c), 0, |x, _| if x > 0.0 { x.min(1.0) } else { 0.0 })
+    }
+
     /// `ex2.approx.f16x2`, rounded correctly; the hardware is within 2^-9.9 of it.
     pub fn exp2(a: u32) -> u32 {
         each(a, a, |a, _| a.exp2())

@@ -104,6 +104,15 @@ mod host {
         warp("shfl.sync.bfly", MASK, value.into(), false)[((thread_index() ^ MASK) % 32) as usize] as u32
     }
 
+    /// `shfl.sync.idx.b32` from lane 0.
+    ///
+    /// # Safety
+    /// As on the device; what is broken of it is a fault.
+    #[track_caller]
+    pub unsafe fn broadcast(value: u32) -> u32 {
+        warp("shfl.sync.idx", 0, value.into(), false)[0] as u32
+    }
+
     /// `vote.sync.any.pred`: whether any lane says yes.
     ///
     /// # Safety
