@@ -75,7 +75,10 @@ fn modifiers_change_what_they_name() {
     let recipe = parse("vc8-expcast+order=cube+beta=-0.35");
     assert_eq!(recipe.name, "vc8-expcast+order=cube+beta=-0.35");
     assert_eq!(recipe.grouping.order, TokenOrder::Cube);
-    assert_eq!(recipe.p, Probabilities::ExpCast { beta: vc::PAPER_BETA, encoder: Encoder::Packed });
+    assert_eq!(
+        recipe.p,
+        Probabilities::ExpCast { beta: kernels_gpu::numerics::expcast::PAPER_BETA, encoder: Encoder::Packed }
+    );
 
     let recipe = parse("vc8+k=96+iterations=7+seed=18446744073709551615+order=rounded");
     assert_eq!(recipe.grouping.order, TokenOrder::Rounded);
