@@ -74,7 +74,7 @@ pub const RUN: u32 = 128;
 /// Clusters of a head with `valid` tokens.
 #[inline(always)]
 pub fn clusters_of(valid: u32, clusters: u32, per_cluster: u32) -> u32 {
-    let most = valid.checked_div(per_cluster).map_or(clusters, |most| clusters.min(most.max(1)));
+    let most = if per_cluster == 0 { clusters } else { clusters.min((valid / per_cluster).max(1)) };
     most.min(valid)
 }
 

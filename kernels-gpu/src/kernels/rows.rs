@@ -311,7 +311,6 @@ impl Divisor {
     #[inline(always)]
     pub fn int8_code(&self, x: f32) -> f32 {
         const ROUND: f32 = 12_582_912.0;
-        #[expect(clippy::manual_clamp, reason = "min and max are one instruction each, clamp keeps a NaN")]
         let q = self.divide(x).min(int8::MAX).max(-int8::MAX);
         (q + ROUND) - ROUND
     }

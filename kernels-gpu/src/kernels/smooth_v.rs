@@ -319,12 +319,7 @@ impl Smooth {
                 if used {
                     let at = (index as usize * blocks as usize + block as usize) * CHANNELS as usize;
                     let mean = *self.means.add(at + channel as usize) / s;
-                    #[expect(
-                        clippy::manual_clamp,
-                        reason = "min and max are one instruction each, clamp keeps a NaN"
-                    )]
-                    let mean = mean.min(f16::MAX).max(-f16::MAX);
-                    half = convert::f16x2(mean, 0.0) & 0xffff;
+                    half = convert::f16x2(mean.min(f16::MAX).max(-f16::MAX), 0.0) & 0xffff;
                     stored = convert::f32_of_f16x2(half).0 * s;
                 }
                 let tiles_per_head = blocks as usize / MEAN_BLOCKS + (blocks as usize % MEAN_BLOCKS).min(1);
