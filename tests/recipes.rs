@@ -124,8 +124,11 @@ fn modifiers_turn_one_recipe_into_another() {
 #[test]
 fn text_that_is_no_recipe() {
     let names = "exact, fp8, fa3-fp8, sage2, sage3, vc8, vc8-expcast, vc8-fp8qk, vc16, vc16-expcast, vc4";
-    for name in ["", "vc9", "VC8", " vc8", "vc8-expcast=1"] {
-        assert_eq!(reason(name), format!("expected one of {names}, given `{name}`"));
+    for (name, meant) in
+        [("", None), ("vc9", Some("vc8")), ("VC8", Some("vc8")), (" vc8", Some("vc8")), ("flashinfer", None)]
+    {
+        let meant = meant.map_or(String::new(), |meant| format!(" (did you mean `{meant}`?)"));
+        assert_eq!(reason(name), format!("expected one of {names}, given `{name}`{meant}"));
     }
     assert_eq!(reason("+k=4"), format!("expected one of {names}, given ``"));
     assert_eq!(reason("vc8+"), "expected `+MODIFIER=VALUE` after the name, given `+`");

@@ -399,7 +399,7 @@ fn distances_notice_one_key() {
             !passes(&result(&Problem { kv_lens: Some(&fewer), ..problem })),
             "{text}: a missing key goes unnoticed"
         );
-        let shifted = Result { lse: right.lse.iter().map(|x| x + 0.05).collect(), ..right };
+        let shifted = Result { lse: right.lse.iter().map(|x| x + 0.1).collect(), ..right };
         assert!(!passes(&shifted), "{text}: a wrong LSE goes unnoticed");
     }
 }
