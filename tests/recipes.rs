@@ -75,7 +75,10 @@ fn modifiers_change_what_they_name() {
     let recipe = parse("vc8-expcast+order=cube+beta=-0.35");
     assert_eq!(recipe.name, "vc8-expcast+order=cube+beta=-0.35");
     assert_eq!(recipe.grouping.order, TokenOrder::Cube);
-    assert_eq!(recipe.p, Probabilities::ExpCast { beta: vc::PAPER_BETA, encoder: Encoder::Packed });
+    assert_eq!(
+        recipe.p,
+        Probabilities::ExpCast { beta: kernels_gpu::numerics::expcast::PAPER_BETA, encoder: Encoder::Packed }
+    );
 
     let recipe = parse("vc8+k=96+iterations=7+seed=18446744073709551615+order=rounded");
     assert_eq!(recipe.grouping.order, TokenOrder::Rounded);
@@ -121,8 +124,11 @@ fn modifiers_turn_one_recipe_into_another() {
 #[test]
 fn text_that_is_no_recipe() {
     let names = "exact, fp8, fa3-fp8, sage2, sage3, vc8, vc8-expcast, vc8-fp8qk, vc16, vc16-expcast, vc4";
-    for name in ["", "vc9", "VC8", " vc8", "vc8-expcast=1"] {
-        assert_eq!(reason(name), format!("expected one of {names}, given `{name}`"));
+    for (name, meant) in
+        [("", None), ("vc9", Some("vc8")), ("VC8", Some("vc8")), (" vc8", Some("vc8")), ("flashinfer", None)]
+    {
+        let meant = meant.map_or(String::new(), |meant| format!(" (did you mean `{meant}`?)"));
+        assert_eq!(reason(name), format!("expected one of {names}, given `{name}`{meant}"));
     }
     assert_eq!(reason("+k=4"), format!("expected one of {names}, given ``"));
     assert_eq!(reason("vc8+"), "expected `+MODIFIER=VALUE` after the name, given `+`");

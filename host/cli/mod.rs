@@ -31,8 +31,8 @@ Examples:
   vca bench --shape wan2.2             stages, floors and the 40-step average, on a GPU at full size
   vca doctor
 
---backend auto takes a GPU that the kernels run on when there is one, else the CPU; the environment variable
-VCA_BACKEND sets another default.
+--backend auto takes a GPU that the kernels run on when there is one, else the CPU.
+The environment variable VCA_BACKEND sets another default.
 
 Exit codes: 0 done, 1 failed, 2 bad usage or input.";
 

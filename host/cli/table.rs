@@ -65,6 +65,7 @@ pub fn percent(x: Option<f64>) -> String {
 pub fn time(x: Duration) -> String {
     match x.as_secs_f64() {
         s if s < 1e-3 => format!("{:.0} us", s * 1e6),
+        s if s < 0.01 => format!("{:.2} ms", s * 1e3),
         s if s < 0.1 => format!("{:.1} ms", s * 1e3),
         s if s < 1.0 => format!("{:.0} ms", s * 1e3),
         s if s < 100.0 => format!("{s:.2} s"),
@@ -106,7 +107,8 @@ mod tests {
             [thousands(7), thousands(4096), thousands(75_600), thousands(1_000_000)],
             ["7", "4,096", "75,600", "1,000,000"]
         );
-        let texts = [40e-6, 0.0123, 0.234, 1.5, 300.0, 9000.0].map(|s| time(Duration::from_secs_f64(s)));
-        assert_eq!(texts, ["40 us", "12.3 ms", "234 ms", "1.50 s", "5 min", "2.5 h"]);
+        let texts =
+            [40e-6, 0.00123, 0.0123, 0.234, 1.5, 300.0, 9000.0].map(|s| time(Duration::from_secs_f64(s)));
+        assert_eq!(texts, ["40 us", "1.23 ms", "12.3 ms", "234 ms", "1.50 s", "5 min", "2.5 h"]);
     }
 }

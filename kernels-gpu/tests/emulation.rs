@@ -109,7 +109,7 @@ fn a_launch_is_needed() {
 proptest! {
     #[test]
     fn f16_arithmetic_rounds_once(a: u16, b: u16, c: u16) {
-        let [x, y, z] = [a, b, c].map(|bits| f16::from_bits(bits));
+        let [x, y, z] = [a, b, c].map(f16::from_bits);
         let [xx, yy, zz] = [a, b, c].map(f16x2::splat);
         let value = |pair: u32| {
             let (low, high) = convert::f32_of_f16x2(pair);
@@ -147,7 +147,7 @@ fn nearest(exact: i128, found: f32) -> bool {
     let neighbours = [bits.wrapping_add(1), bits.wrapping_sub(1)].map(f16::from_bits);
     neighbours.iter().filter(|n| n.is_finite()).all(|n| {
         let (own, other) = (distance(found), distance(*n));
-        own < other || own == other && bits % 2 == 0 || n.to_f32() == found.to_f32()
+        own < other || own == other && bits.is_multiple_of(2) || n.to_f32() == found.to_f32()
     })
 }
 
@@ -305,7 +305,7 @@ fn a_missing_thread_is_a_deadlock_with_names() {
 #[test]
 fn warps_agree_on_what_they_execute() {
     let kernel = || {
-        gpu!(if thread_idx_x() % 2 == 0 { shuffle_xor::<1>(0) } else { shuffle_xor::<2>(0) });
+        gpu!(if thread_idx_x().is_multiple_of(2) { shuffle_xor::<1>(0) } else { shuffle_xor::<2>(0) });
     };
     assert_violation!(violation(32, 0, kernel), Violation::Diverged { .. });
 }

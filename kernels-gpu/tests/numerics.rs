@@ -6,7 +6,6 @@ use approx::{assert_abs_diff_eq, assert_relative_eq};
 use common::{Noise, for_every_magnitude, sample_f32};
 use kernels_gpu::numerics::exp2::exp2;
 use kernels_gpu::numerics::{hadamard, mean, rope, units};
-use proptest::prelude::*;
 
 /// The distance of `y` from the exact `2^x` in units of the last place of the exact value.
 fn exp2_error(x: f32) -> f64 {

@@ -338,8 +338,11 @@ pub fn attend(case: &Case) -> Result<Outcome, Fault> {
     Ok(Outcome { o, lse, row_max, cpu_o, cpu_lse, cpu_row_max, exact_o, exact_lse })
 }
 
+/// Output, LSE and row maxima.
+type Emulated = (Vec<f32>, Vec<f32>, Vec<f32>);
+
 /// Launches the case's entry; the output lies token by token (bshd) with a gap behind every head.
-fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<(Vec<f32>, Vec<f32>, Vec<f32>), Fault> {
+fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<Emulated, Fault> {
     let pitch = case.head_dim + 8;
     let (rows, heads) = (case.batch * case.q_heads * case.q_tokens, case.batch * case.q_heads);
     let mut gpu = Memory::new();

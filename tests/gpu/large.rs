@@ -1,6 +1,6 @@
 //! Sizes at which 32-bit arithmetic ends: 160,000 tokens and beyond, strides and buffers past 2^31 elements.
 
-use std::mem::zeroed;
+use std::ptr::{null, null_mut};
 
 use cudarc::driver::{result, sys};
 use half::bf16;
@@ -32,19 +32,39 @@ fn view<'a>(name: &'static str, x: &'a [bf16], heads: usize) -> TensorView<'a> {
     TensorView::new(name, x, [1, heads, x.len() / DIM / heads, DIM], Layout::Bhsd).expect("whole rows")
 }
 
+/// A copy of `rows` rows between host and device, its ends left to the caller.
+fn rows_of(rows: usize) -> sys::CUDA_MEMCPY2D {
+    use sys::CUmemorytype::CU_MEMORYTYPE_HOST;
+    sys::CUDA_MEMCPY2D {
+        srcXInBytes: 0,
+        srcY: 0,
+        srcMemoryType: CU_MEMORYTYPE_HOST,
+        srcHost: null(),
+        srcDevice: 0,
+        srcArray: null_mut(),
+        srcPitch: 2 * DIM,
+        dstXInBytes: 0,
+        dstY: 0,
+        dstMemoryType: CU_MEMORYTYPE_HOST,
+        dstHost: null_mut(),
+        dstDevice: 0,
+        dstArray: null_mut(),
+        dstPitch: 2 * DIM,
+        WidthInBytes: 2 * DIM,
+        Height: rows,
+    }
+}
+
 /// Copies rows that lie next to each other on the host to rows `stride` elements apart on the device.
 fn scatter(gpu: &Gpu, rows: &[bf16], to: DevicePtr, stride: usize) {
     gpu.device.context().bind_to_thread().expect("binds");
-    // SAFETY: plain data, of which zeros are valid.
-    let mut copy: sys::CUDA_MEMCPY2D = unsafe { zeroed() };
-    copy.srcMemoryType = sys::CUmemorytype::CU_MEMORYTYPE_HOST;
-    copy.srcHost = rows.as_ptr().cast();
-    copy.srcPitch = 2 * DIM;
-    copy.dstMemoryType = sys::CUmemorytype::CU_MEMORYTYPE_DEVICE;
-    copy.dstDevice = to;
-    copy.dstPitch = 2 * stride;
-    copy.WidthInBytes = 2 * DIM;
-    copy.Height = rows.len() / DIM;
+    let copy = sys::CUDA_MEMCPY2D {
+        srcHost: rows.as_ptr().cast(),
+        dstMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+        dstDevice: to,
+        dstPitch: 2 * stride,
+        ..rows_of(rows.len() / DIM)
+    };
     // SAFETY: the caller's buffer reaches the last row.
     unsafe { sys::cuMemcpy2D_v2(&copy) }.result().expect("copies");
     gpu.device.context().synchronize().expect("the copy arrives");
@@ -52,16 +72,13 @@ fn scatter(gpu: &Gpu, rows: &[bf16], to: DevicePtr, stride: usize) {
 
 /// The reverse of [`scatter`].
 fn gather(rows: &mut [bf16], from: DevicePtr, stride: usize) {
-    // SAFETY: as in `scatter`.
-    let mut copy: sys::CUDA_MEMCPY2D = unsafe { zeroed() };
-    copy.srcMemoryType = sys::CUmemorytype::CU_MEMORYTYPE_DEVICE;
-    copy.srcDevice = from;
-    copy.srcPitch = 2 * stride;
-    copy.dstMemoryType = sys::CUmemorytype::CU_MEMORYTYPE_HOST;
-    copy.dstHost = rows.as_mut_ptr().cast();
-    copy.dstPitch = 2 * DIM;
-    copy.WidthInBytes = 2 * DIM;
-    copy.Height = rows.len() / DIM;
+    let copy = sys::CUDA_MEMCPY2D {
+        srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+        srcDevice: from,
+        srcPitch: 2 * stride,
+        dstHost: rows.as_mut_ptr().cast(),
+        ..rows_of(rows.len() / DIM)
+    };
     // SAFETY: the caller's buffer reaches the last row.
     unsafe { sys::cuMemcpy2D_v2(&copy) }.result().expect("copies");
 }

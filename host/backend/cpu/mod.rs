@@ -330,7 +330,7 @@ pub struct Codes<'a> {
     pub q: &'a [f32],
     /// Keys in grouped order, [kv_len, [`Plan::qk_dim`]].
     pub k: &'a [f32],
-    /// Token mean that was taken from the keys, [head_dim]; empty where none was.
+    /// Token mean that was taken from the keys, `[head_dim]`; empty where none was.
     pub k_mean: &'a [f32],
     /// Values or their residuals in grouped order, [kv_len rounded up to 16, [`Plan::v_dim`]].
     pub v: &'a [f32],

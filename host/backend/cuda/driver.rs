@@ -377,6 +377,11 @@ impl Buffer {
         // SAFETY: the buffer has the size of the slice.
         unsafe { result::memcpy_htod_sync(buffer.ptr, values) }
             .map_err(|e| failed("copying to the GPU", e))?;
+        // A copy from pageable memory may return when its last piece is staged; streams that do not wait for the
+        // default one must not run ahead of it.
+        // SAFETY: every context has a default stream.
+        unsafe { result::stream::synchronize(std::ptr::null_mut()) }
+            .map_err(|e| failed("copying to the GPU", e))?;
         Ok(buffer)
     }
 

@@ -221,7 +221,7 @@ impl Backend for Cuda {
         unsafe { device_plan.attend(self.stream(), tensors) }?;
         let observed = device_plan.observed(self.stream())?;
         // f16 scores do not serve such heads, and no kernel here has f32 ones: the CPU's numerics do.
-        if observed.saturated || !(observed.max_score < F16_SCORE_LIMIT) {
+        if observed.saturated || observed.max_score.is_nan() || observed.max_score >= F16_SCORE_LIMIT {
             return crate::run(&Cpu, plan, problem, None).map(|run| run.output);
         }
         let s = plan.shape;

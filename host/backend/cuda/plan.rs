@@ -36,7 +36,7 @@ pub struct Tensors {
     pub o: DevicePtr,
     /// f32 [batch, q_heads, q_tokens], or 0: receives the log-sum-exp.
     pub lse: DevicePtr,
-    /// u32 [batch], or 0: valid keys of every batch.
+    /// u32 `[batch]`, or 0: valid keys of every batch.
     pub kv_lens: DevicePtr,
     /// Rotary tables of the queries and of the keys, or 0.
     pub rope: Rope,

@@ -296,7 +296,7 @@ mod tests {
     #[test]
     fn the_median_stands_beside_floor_ratio_and_speed() {
         let text = anstream::adapter::strip_str(&text(&report(&[75_600]))).to_string();
-        assert_eq!(line(&text, "group, cold"), ["group,", "cold", "4.5", "ms", "750", "us", "6.00", "-"]);
+        assert_eq!(line(&text, "group, cold"), ["group,", "cold", "4.50", "ms", "750", "us", "6.00", "-"]);
         assert_eq!(line(&text, "attention"), ["attention", "117", "ms", "88.7", "ms", "1.32", "1001"]);
         assert!(text.contains("40 heads, 75,600 tokens, head_dim 128"), "{text}");
         assert!(text.contains("128 clusters, 4 iterations cold and 2 warm"), "{text}");

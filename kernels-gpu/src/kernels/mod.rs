@@ -1,6 +1,12 @@
 //! The GPU kernels and the facts that a host needs to launch them.
 
 #![allow(
+    clippy::manual_checked_ops,
+    clippy::manual_clamp,
+    reason = "a division behind its own check leaves no panic in the PTX, and min with max has clamp's value for numbers \
+              without clamp's panic"
+)]
+#![allow(
     clippy::manual_is_multiple_of,
     clippy::needless_range_loop,
     reason = "lane and register arithmetic is written as the layouts are: remainders beside quotients, indices over several arrays"

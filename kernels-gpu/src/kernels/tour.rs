@@ -295,8 +295,7 @@ pub unsafe fn kmeans_tour(
             new += 1;
         }
 
-        // Nobody reads the words of the path any more once all are here.
-        sync_threads();
+        // The words have been read before the last barrier.
         if cluster < own {
             let number = if stop.joined { stop.place } else { members + stop.place };
             shared::store_u32(word(cluster), number);
