@@ -23,6 +23,9 @@ const TESTS: &[&str] = &["emulated_attention", "emulated_preprocessing"];
 /// Longer than the tests take on any machine: a mutant that loops is caught by it.
 const LIMIT: Duration = Duration::from_secs(300);
 
+const TITLE: &str = "# Planted faults\n\nWritten by `cargo xtask mutants > docs/mutants.md`; \
+    [emulation.md](emulation.md) says how to read it.\n";
+
 /// The faults to plant.
 #[derive(Deserialize)]
 struct Mutants {
@@ -56,7 +59,7 @@ enum Fate {
     Survived,
 }
 
-/// Runs the mutants whose names contain `filter` and prints what caught each, as the table of `docs/emulation.md`.
+/// Runs the mutants whose names contain `filter` and prints what caught each, all of them as `docs/mutants.md`.
 pub fn run(filter: Option<&str>) -> Result<()> {
     let list = root().join("kernels-gpu/mutants.toml");
     let list: Mutants = toml::from_str(&fs::read_to_string(&list)?).context("cannot read mutants.toml")?;
@@ -66,6 +69,9 @@ pub fn run(filter: Option<&str>) -> Result<()> {
     }
 
     let mut wrong = 0;
+    if filter.is_none() {
+        println!("{TITLE}");
+    }
     println!("| planted fault | caught by |\n|---|---|");
     for mutant in list.mutant.iter().filter(|m| filter.is_none_or(|f| m.name.contains(f))) {
         let test = mutant.test.as_deref().unwrap_or(TESTS[0]);

@@ -131,9 +131,7 @@ pub enum Violation {
         other: String,
     },
     /// An ordinary write that wgmma or a bulk copy meets without a proxy fence between.
-    #[error(
-        "shared memory {address:#x} was written by {writer}: no fence.proxy.async on the way to the asynchronous access"
-    )]
+    #[error("shared memory {address:#x}: no fence.proxy.async between {writer} and an asynchronous access")]
     ProxyFence {
         /// The byte.
         address: u32,
@@ -169,13 +167,13 @@ pub enum Violation {
     )]
     PhaseMissed(u32),
     /// A global address outside every registered buffer.
-    #[error("global memory {address:#x}, {bytes} bytes: in no buffer{near}")]
+    #[error("global memory: {bytes} bytes {near}")]
     GlobalBounds {
         /// First byte.
         address: u64,
         /// Length of the access.
         bytes: u64,
-        /// The buffer next to it, in words.
+        /// Where that is, in words.
         near: String,
     },
     /// A write through a pointer to an input.

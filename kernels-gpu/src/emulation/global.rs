@@ -114,15 +114,13 @@ impl Memory {
             Some(b) if write && b.original.is_some() => Err(Violation::ReadOnly(b.name.clone())),
             Some(_) => Ok(()),
             None => {
-                let distance = |b: &&Buffer| (address as i64 - b.start() as i64).unsigned_abs();
-                let near = self.buffers.iter().min_by_key(distance).map_or(String::new(), |b| {
-                    format!(
-                        " (byte {} of `{}`, which has {})",
-                        address as i64 - b.start() as i64,
-                        b.name,
-                        b.bytes
-                    )
-                });
+                const FAR: u64 = 1 << 20;
+                let offset = |b: &Buffer| address as i64 - b.start() as i64;
+                let next = self.buffers.iter().min_by_key(|b| offset(b).unsigned_abs());
+                let near = match next.filter(|b| offset(b).unsigned_abs() < FAR) {
+                    Some(b) => format!("at byte {} of `{}`, which has {}", offset(b), b.name, b.bytes),
+                    None => "far from every buffer".into(),
+                };
                 Err(Violation::GlobalBounds { address: address as u64, bytes: bytes as u64, near })
             }
         }
