@@ -304,6 +304,10 @@ fn check(recipe: &Recipe, bf16_bits: bool, sizes: Sizes, kv_lens: Option<&[usize
     let (q_tiles, factor, shift) = (gpu.read(q_tiles), gpu.read(factor), gpu.read(lse_shift));
     let nats = f64::from(units::NATS);
     let int8 = recipe.qk == QkFormat::Int8;
+    if int8 {
+        let padding = factor.chunks_exact(q_blocks * 128).flat_map(|head| &head[q_tokens..]);
+        assert!(padding.into_iter().all(|f| *f == 0.0), "{context}: factors of padding rows");
+    }
     for head in 0..heads {
         let want: Dequantized = expected(head / q_heads, head % q_heads);
         for row in 0..q_blocks * 128 {
@@ -464,9 +468,21 @@ fn cluster(bf16_bits: bool, tokens: usize, valid: usize, clusters: usize, schedu
             let least = (0..live).map(|c| distance(token, c)).fold(f64::INFINITY, f64::min);
             assert!(own <= least + 1e-3 * (1.0 + least), "{context}: iteration {iteration}, token {token}");
         }
-        // The one stable order, and means over it.
+        // The one stable order, its runs, and means over it.
         let order = &gpu.read(order_out)[..valid];
-        assert_eq!(order, stable_argsort(labels), "{context}");
+        assert!(order == stable_argsort(labels), "{context}: not the stable order");
+        let (starts, run_starts, found) = (gpu.read(starts), gpu.read(run_starts), gpu.read(run_list));
+        let mut expected = Vec::new();
+        for cluster in 0..clusters {
+            assert_eq!(run_starts[cluster] as usize, expected.len() / 2, "{context}: first run of {cluster}");
+            let (mut first, end) = (starts[cluster], starts[cluster + 1]);
+            while first < end {
+                expected.extend([first, (end - first).min(128)]);
+                first += 128;
+            }
+        }
+        assert_eq!(run_starts[clusters] as usize, expected.len() / 2, "{context}: number of runs");
+        assert!(found[..expected.len()] == expected, "{context}: runs");
         let after = gpu.read(centroids);
         for cluster in 0..live {
             let members: Vec<usize> = (0..valid).filter(|t| usize::from(labels[*t]) == cluster).collect();

@@ -183,11 +183,13 @@ fn first_failure(mut child: Child) -> Result<Option<String>> {
 
 /// What was noticed, from the first lines of a panic: the rule of a fault, or how numbers differ.
 fn summary(lines: &[String; 2]) -> String {
-    // block (x, y, z), thread n, file:line: rule
-    let fault = lines.iter().find(|l| l.starts_with("block ("));
-    let rule = fault.and_then(|l| l.split_once(": ")).map(|(_, rule)| rule);
-    // name Case { .. }: how numbers differ
-    let text = rule.or_else(|| lines[0].rsplit("}: ").next()).unwrap_or_default();
+    // Either the message, or a line that only names the case and then a fault.
+    let line = if lines[0].ends_with('}') { &lines[1] } else { &lines[0] };
+    // .. block (x, y, z), thread n, file:line: rule
+    let rule = line.split_once("block (").and_then(|(_, fault)| fault.split_once(": ")).map(|(_, rule)| rule);
+    // .. Case { .. }: how numbers differ
+    let text = rule.or_else(|| line.rsplit("}: ").next()).unwrap_or_default();
+    let text = text.trim_start_matches("assertion `left == right` failed: ");
     const LONGEST: usize = 150;
     match text.char_indices().nth(LONGEST) {
         Some((end, _)) => format!("{}...", &text[..end]),
