@@ -2,8 +2,8 @@
 //! arXiv 2609.15810), the peers' numerics beside them, and the evidence for both.
 //!
 //! The flow is one way: [`Problem`] -> [`Recipe`] -> [`Plan`] -> [`backend::Backend`] (group, prepare Q, K and V,
-//! attend) -> [`Output`]. [`attend`] does all of it; [`run`] hands out the stages' times and token orders, and
-//! [`run_on_order`] reuses an order, as the denoising schedule of the paper does.
+//! attend) -> [`Output`]. [`attend`] does all of it; [`run`] hands out the stages' times and token orders,
+//! [`run_on_order`] reuses an order, and a [`schedule::Schedule`] decides in a denoising loop when to do which.
 
 #![deny(missing_docs)]
 
@@ -17,6 +17,7 @@ pub mod outliers;
 pub mod plan;
 pub mod problem;
 pub mod recipe;
+pub mod schedule;
 pub mod synth;
 pub mod tensor;
 

@@ -122,18 +122,7 @@ impl<'a> Problem<'a> {
         if u32::try_from(nk).is_err() {
             return tensor("k", "fewer than 2^32 tokens".into(), format!("{nk} tokens"));
         }
-        if let Some(lens) = self.kv_lens {
-            if lens.len() != b {
-                return tensor(
-                    "kv_lens",
-                    format!("one length for each of {b} batches"),
-                    format!("{} lengths", lens.len()),
-                );
-            }
-            if let Some(&len) = lens.iter().find(|&&len| len > nk) {
-                return tensor("kv_lens", format!("lengths of at most {nk}"), format!("length {len}"));
-            }
-        }
+        self.check_lens()?;
         if let Some(scale) = self.scale.filter(|s| !s.is_finite()) {
             return Err(Error::Option {
                 option: "scale",
@@ -155,6 +144,22 @@ impl<'a> Problem<'a> {
             self.check_finite()?;
         }
         Ok(shape)
+    }
+
+    /// Checks that there is one length a batch, none beyond the keys.
+    pub(crate) fn check_lens(&self) -> Result<()> {
+        let [batch, _, tokens, _] = self.k.shape();
+        let misfit = |expected, given| Err(Error::Tensor { tensor: "kv_lens", expected, given });
+        match self.kv_lens {
+            Some(lens) if lens.len() != batch => {
+                misfit(format!("one length for each of {batch} batches"), format!("{} lengths", lens.len()))
+            }
+            Some(lens) => match lens.iter().find(|&&len| len > tokens) {
+                Some(len) => misfit(format!("lengths of at most {tokens}"), format!("length {len}")),
+                None => Ok(()),
+            },
+            None => Ok(()),
+        }
     }
 
     fn check_finite(&self) -> Result<()> {

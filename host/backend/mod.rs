@@ -34,6 +34,8 @@ pub struct Observed {
 pub trait Backend {
     /// Token orders of every (batch, kv head).
     type Order;
+    /// What a [`Schedule`](crate::schedule::Schedule) keeps of them from one denoising step to the next.
+    type Kept;
     /// Prepared queries.
     type Q;
     /// Prepared keys.
@@ -48,11 +50,27 @@ pub trait Backend {
     fn device(&self) -> String;
 
     /// Decides the order of the key and value tokens of every (batch, kv head); `warm` holds the orders of an
-    /// earlier call on the same heads, whose centroids start the k-means.
+    /// earlier call on the same heads, whose centroids (or, of restored orders, labels) start the k-means.
     ///
     /// # Errors
     /// When the order needs something that the problem lacks (the grid of a cube order).
     fn group(&self, plan: &Plan, problem: &Problem, warm: Option<&Self::Order>) -> Result<Self::Order>;
+
+    /// What has to be kept of `order` so that [`restore`](Self::restore) can bring it back.
+    ///
+    /// # Errors
+    /// Of the device.
+    fn keep(&self, order: &Self::Order) -> Result<Self::Kept>;
+
+    /// The kept order for another call on the same heads and lengths; it also starts a refresh, as `warm` of
+    /// [`group`](Self::group).
+    ///
+    /// # Errors
+    /// When `kept` is of other heads or lengths, or of the device.
+    fn restore(&self, plan: &Plan, problem: &Problem, kept: &Self::Kept) -> Result<Self::Order>;
+
+    /// Memory that `kept` takes, in bytes.
+    fn kept_bytes(kept: &Self::Kept) -> usize;
 
     /// Rotates, centres and quantizes Q. Q does not depend on the order; a backend may keep its operands with it.
     ///

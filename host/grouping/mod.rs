@@ -8,6 +8,7 @@
 
 mod capacity;
 mod cube;
+mod kept;
 mod kmeans;
 mod nearest;
 mod sort;
@@ -17,6 +18,7 @@ mod tour;
 use crate::error::{Error, Result};
 
 pub use cube::CUBE;
+pub use kept::KeptOrder;
 pub use sort::stable_argsort;
 
 /// Tokens of a block: the key tile of the attention kernels and the reach of a block mean (the paper's B_v).
@@ -49,6 +51,13 @@ pub enum TokenOrder {
     Rounded,
     /// k-means with clusters of exactly 128 tokens (the paper's costly alternative).
     Balanced,
+}
+
+impl TokenOrder {
+    /// Whether the order comes from clusters of the values, so that it can grow old and be refreshed.
+    pub const fn clusters(self) -> bool {
+        matches!(self, TokenOrder::KMeans | TokenOrder::Rounded | TokenOrder::Balanced)
+    }
 }
 
 /// What decides the token order of a call.
@@ -133,24 +142,57 @@ pub fn group(
         TokenOrder::Cube => order(cube::order(checked_grid(grid, tokens)?, tokens)),
         _ if tokens == 0 => order(Vec::new()),
         TokenOrder::KMeans | TokenOrder::Rounded | TokenOrder::Balanced => {
-            clustered(v, head_dim, config, warm)
+            let clusters = clusters(tokens, head_dim, config, warm)?;
+            let centroids = match warm {
+                Some(warm) => warm.to_vec(),
+                None => kmeans::seed(v, head_dim, clusters, config.seed),
+            };
+            clustered(v, head_dim, config, centroids, warm.is_some())
         }
     }
 }
 
-fn clustered(v: &[f32], dim: usize, config: &GroupingConfig, warm: Option<&[f32]>) -> Result<Grouping> {
-    let clusters = clusters(v.len() / dim, dim, config, warm)?;
-    let iterations = config.iterations.unwrap_or(match warm {
-        Some(_) => WARM_ITERATIONS,
-        None => COLD_ITERATIONS,
-    });
+/// Orders the value tokens of one head, starting from the clusters of an earlier order of the same tokens: the
+/// centroids are the means of the *current* values under `kept`'s labels, a cluster without tokens takes its cold
+/// seed. So nothing but labels has to be kept between refreshes, and the start is half an iteration ahead of
+/// the old centroids.
+///
+/// As [`group`] otherwise; the number of clusters is `kept`'s. An order without clusters is made afresh.
+///
+/// # Errors
+/// When `v` are not whole rows, or not as many as `kept` has labels; when iterations are outside their range.
+pub fn group_from(v: &[f32], head_dim: usize, config: &GroupingConfig, kept: &KeptOrder) -> Result<Grouping> {
+    let tokens = rows("v", v, head_dim)?;
+    let labels = kept.labels();
+    if labels.len() != tokens {
+        return Err(Error::Tensor {
+            tensor: "v",
+            expected: format!("the {} tokens of the kept order", labels.len()),
+            given: format!("{tokens} tokens"),
+        });
+    }
+    if tokens == 0 {
+        return Ok(Grouping::default());
+    }
+    let mut centroids = kmeans::seed(v, head_dim, kept.clusters().min(tokens), config.seed);
+    // More clusters than tokens (a head that was grouped from more): the rest starts, empty, at the origin.
+    centroids.resize(kept.clusters() * head_dim, 0.0);
+    kmeans::update(v, head_dim, &labels, &mut centroids);
+    clustered(v, head_dim, config, centroids, true)
+}
+
+fn clustered(
+    v: &[f32],
+    dim: usize,
+    config: &GroupingConfig,
+    mut centroids: Vec<f32>,
+    warm: bool,
+) -> Result<Grouping> {
+    let clusters = centroids.len() / dim;
+    let iterations = config.iterations.unwrap_or(if warm { WARM_ITERATIONS } else { COLD_ITERATIONS });
     if iterations == 0 {
         return option("iterations", "at least 1".into(), "0");
     }
-    let mut centroids = match warm {
-        Some(warm) => warm.to_vec(),
-        None => kmeans::seed(v, dim, clusters, config.seed),
-    };
     let (mut labels, mut iterations) = kmeans::lloyd(v, dim, &mut centroids, iterations);
     match config.order {
         TokenOrder::Rounded => {

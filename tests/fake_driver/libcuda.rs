@@ -105,6 +105,10 @@ entries! {
         ptr::copy_nonoverlapping(from.cast::<u8>(), to as *mut u8, bytes);
         SUCCESS
     }
+    cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, stream: *mut c_void) {
+        ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, bytes);
+        SUCCESS
+    }
     cuMemcpyDtoH_v2(to: *mut c_void, from: u64, bytes: usize) {
         ptr::copy_nonoverlapping(from as *const u8, to.cast(), bytes);
         SUCCESS

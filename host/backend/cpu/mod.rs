@@ -14,7 +14,7 @@ use self::attend::{Range, TILE, Workspace, attend_tile};
 use self::prepare::{KHead, QHead, VHead};
 use super::{Backend, Observed, Output, check_finite_output};
 use crate::error::{Error, Result};
-use crate::grouping::{Grouping, group};
+use crate::grouping::{Grouping, KeptOrder, group, group_from};
 use crate::plan::Plan;
 use crate::problem::{NonFinite, Problem, Shape};
 use crate::recipe::{QkFormat, ScoreType, VFormat};
@@ -181,6 +181,7 @@ impl Cpu {
 
 impl Backend for Cpu {
     type Order = Orders;
+    type Kept = Vec<KeptOrder>;
     type Q = Queries;
     type K = Keys;
     type V = Values;
@@ -216,12 +217,38 @@ impl Backend for Cpu {
                 let mut v = problem.v.read_head(batch, head, problem.kv_len(batch));
                 // A head that is not finite yields NaN in any order; zeros keep the k-means defined.
                 v.iter_mut().filter(|x| !x.is_finite()).for_each(|x| *x = 0.0);
-                // An order without clusters, or of a head that had no token, has none to start from.
-                let centroids = warm.map(|w| w.0[index].centroids.as_slice()).filter(|c| !c.is_empty());
-                group(&v, plan.shape.head_dim, &plan.recipe.grouping, problem.grid, centroids)
+                let (dim, config) = (plan.shape.head_dim, &plan.recipe.grouping);
+                match warm.map(|w| &w.0[index]) {
+                    Some(w) if !w.centroids.is_empty() => {
+                        group(&v, dim, config, problem.grid, Some(&w.centroids))
+                    }
+                    // A restored order has labels only.
+                    Some(w) if !w.labels.is_empty() && config.order.clusters() => {
+                        group_from(&v, dim, config, &KeptOrder::new(&w.labels, w.clusters)?)
+                    }
+                    // An order without clusters, or of a head that had no token, has nothing to start from.
+                    _ => group(&v, dim, config, problem.grid, None),
+                }
             })
             .collect::<Result<_>>()
             .map(Orders)
+    }
+
+    fn keep(&self, order: &Orders) -> Result<Vec<KeptOrder>> {
+        order.0.iter().map(|g| KeptOrder::new(&g.labels, g.clusters)).collect()
+    }
+
+    fn restore(&self, plan: &Plan, problem: &Problem, kept: &Vec<KeptOrder>) -> Result<Orders> {
+        if !plan.recipe.grouping.order.clusters() {
+            return self.group(plan, problem, None);
+        }
+        let orders = Orders(kept.par_iter().map(KeptOrder::grouping).collect());
+        orders.check(plan, problem)?;
+        Ok(orders)
+    }
+
+    fn kept_bytes(kept: &Vec<KeptOrder>) -> usize {
+        kept.iter().map(|kept| size_of::<KeptOrder>() + kept.bytes()).sum()
     }
 
     fn prepare_q(&self, plan: &Plan, problem: &Problem, _: &Orders) -> Result<Queries> {

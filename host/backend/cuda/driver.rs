@@ -347,6 +347,24 @@ impl Function {
     }
 }
 
+/// Copies inside device memory, on a stream, in the context that is current.
+///
+/// # Safety
+/// Both ranges are device memory and valid until the stream is through.
+///
+/// # Errors
+/// Of the driver.
+pub(super) unsafe fn copy_on_device(
+    to: DevicePtr,
+    from: DevicePtr,
+    bytes: usize,
+    stream: Stream,
+) -> Result<()> {
+    // SAFETY: by the caller.
+    unsafe { result::memcpy_dtod_async(to, from, bytes, stream.raw()) }
+        .map_err(|e| failed("copying on the GPU", e))
+}
+
 /// Device memory that belongs to a plan.
 #[derive(Debug)]
 pub struct Buffer {

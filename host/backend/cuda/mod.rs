@@ -25,8 +25,9 @@ pub use self::probe::{Listed, driver_version, gpus};
 use super::cpu::{Cpu, F16_SCORE_LIMIT};
 use super::{Backend, Observed, Output};
 use crate::error::{Error, Result};
+use crate::grouping::KeptOrder;
 use crate::plan::Plan;
-use crate::problem::{NonFinite, Problem};
+use crate::problem::{NonFinite, Problem, Shape};
 use crate::tensor::{DType, Elements, Layout, Tensor, TensorView};
 
 /// One GPU as a backend for tensors in host memory. A call whose scores leave the range of f16 accumulators runs on
@@ -43,6 +44,8 @@ pub struct Session {
     plan: Arc<DevicePlan>,
     buffers: Arc<Buffers>,
     tensors: Tensors,
+    /// Valid keys of every batch.
+    lens: Arc<[usize]>,
 }
 
 #[derive(Debug)]
@@ -95,8 +98,9 @@ impl Cuda {
         let device_plan = DevicePlan::new(&self.device, spec)?;
         let upload = |view: &TensorView| Buffer::from_slice(&self.device, &packed(view));
         let (q, k, v) = (upload(&problem.q)?, upload(&problem.k)?, upload(&problem.v)?);
-        let lens: Vec<u32> = (0..shape.batch).map(|b| problem.kv_len(b) as u32).collect();
-        let lens = Buffer::from_slice(&self.device, &lens)?;
+        let lens: Arc<[usize]> = (0..shape.batch).map(|b| problem.kv_len(b)).collect();
+        let device_lens: Vec<u32> = lens.iter().map(|&len| len as u32).collect();
+        let device_lens = Buffer::from_slice(&self.device, &device_lens)?;
         let rows = shape.batch * shape.q_heads * shape.q_tokens;
         let width = if plan.dtype == DType::F32 { 4 } else { 2 };
         let o = Buffer::new(&self.device, rows * shape.head_dim * width)?;
@@ -107,11 +111,11 @@ impl Cuda {
             v: v.ptr(),
             o: o.ptr(),
             lse: if plan.options.lse { lse.ptr() } else { 0 },
-            kv_lens: lens.ptr(),
+            kv_lens: device_lens.ptr(),
             rope: Rope::default(),
         };
-        let buffers = Arc::new(Buffers { o, lse, _inputs: [q, k, v, lens] });
-        Ok(Session { plan: Arc::new(device_plan), buffers, tensors })
+        let buffers = Arc::new(Buffers { o, lse, _inputs: [q, k, v, device_lens] });
+        Ok(Session { plan: Arc::new(device_plan), buffers, tensors, lens })
     }
 }
 
@@ -159,6 +163,7 @@ fn packed(view: &TensorView) -> Vec<u8> {
 
 impl Backend for Cuda {
     type Order = Session;
+    type Kept = Vec<KeptOrder>;
     type Q = OnDevice;
     type K = OnDevice;
     type V = OnDevice;
@@ -185,6 +190,51 @@ impl Backend for Cuda {
         unsafe { session.plan.group(self.stream(), &session.tensors, grouping) }?;
         self.stream().synchronize()?;
         Ok(session)
+    }
+
+    fn keep(&self, order: &Session) -> Result<Vec<KeptOrder>> {
+        let (plan, shape) = (&order.plan, order.plan.spec().shape);
+        let clusters = plan.clusters();
+        if clusters == 0 {
+            return Ok(vec![KeptOrder::default(); shape.batch * shape.kv_heads]);
+        }
+        let labels = plan.labels(self.stream())?;
+        let keep = |(index, labels): (usize, &[u16])| {
+            KeptOrder::new(&labels[..order.lens[index / shape.kv_heads]], clusters)
+        };
+        labels.chunks_exact(shape.kv_tokens).enumerate().map(keep).collect()
+    }
+
+    fn restore(&self, plan: &Plan, problem: &Problem, kept: &Vec<KeptOrder>) -> Result<Session> {
+        let session = self.session(plan, problem)?;
+        let Shape { batch, kv_heads, kv_tokens, .. } = plan.shape;
+        if session.plan.clusters() == 0 {
+            return Ok(session);
+        }
+        let fits = kept.len() == batch * kv_heads
+            && kept.iter().enumerate().all(|(index, kept)| {
+                kept.tokens() == problem.kv_len(index / kv_heads) && kept.clusters() <= session.plan.clusters()
+            });
+        if !fits {
+            return Err(Error::Tensor {
+                tensor: "order",
+                expected: format!("a kept order for each of {} (batch, kv head)", batch * kv_heads),
+                given: format!("{} orders, of other lengths or numbers of clusters", kept.len()),
+            });
+        }
+        let mut labels = vec![0u16; batch * kv_heads * kv_tokens];
+        for (labels, kept) in labels.chunks_exact_mut(kv_tokens).zip(kept) {
+            labels[..kept.tokens()].copy_from_slice(&kept.labels());
+        }
+        let labels = Buffer::from_slice(&self.device, &labels)?;
+        // SAFETY: the labels are those of this shape's plan, below its clusters; they live until the stream is through.
+        unsafe { session.plan.load_labels(self.stream(), &session.tensors, labels.ptr()) }?;
+        self.stream().synchronize()?;
+        Ok(session)
+    }
+
+    fn kept_bytes(kept: &Vec<KeptOrder>) -> usize {
+        kept.iter().map(|kept| size_of::<KeptOrder>() + kept.bytes()).sum()
     }
 
     fn prepare_q(&self, _: &Plan, _: &Problem, order: &Session) -> Result<OnDevice> {
@@ -216,7 +266,7 @@ impl Backend for Cuda {
         _: &OnDevice,
         _: &OnDevice,
     ) -> Result<Output> {
-        let Session { plan: device_plan, buffers, tensors } = &q.0;
+        let Session { plan: device_plan, buffers, tensors, .. } = &q.0;
         // SAFETY: as in `group`.
         unsafe { device_plan.attend(self.stream(), tensors) }?;
         let observed = device_plan.observed(self.stream())?;

@@ -1,7 +1,7 @@
 //! A planned call on a GPU: everything that it needs, so that the call itself neither allocates nor synchronizes.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 
 use kernels_gpu::kernels::tiles;
 use kernels_gpu::numerics::units;
@@ -86,7 +86,8 @@ pub struct Spec {
 pub enum Grouping {
     /// Grouped afresh.
     Cold,
-    /// Grouped from the centroids that the plan holds; afresh where it holds none.
+    /// Grouped from the centroids that the plan holds, or from the means under the labels that
+    /// [`DevicePlan::load_labels`] brought; afresh where it holds neither.
     Warm,
     /// The order that the plan holds.
     Reuse,
@@ -103,9 +104,16 @@ pub struct DevicePlan {
     names: Names,
     memory: Workspace,
     at: Sections,
-    /// Whether order and centroids have been written.
-    grouped: AtomicBool,
+    /// What of a grouping the plan holds: [`NOTHING`], [`LABELS`] or [`CENTROIDS`].
+    held: AtomicU8,
 }
+
+/// No order yet.
+const NOTHING: u8 = 0;
+/// Labels and their order, of another plan; centroids are not theirs.
+const LABELS: u8 = 1;
+/// Labels, their order and centroids.
+const CENTROIDS: u8 = 2;
 
 /// Derived sizes.
 #[derive(Clone, Copy, Debug)]
@@ -196,7 +204,7 @@ impl DevicePlan {
         let mut layout = Layout::default();
         let at = Sections::new(&mut layout, &spec, &sizes);
         let memory = layout.allocate(device)?;
-        Ok(Self { device: device.clone(), spec, sizes, names, memory, at, grouped: AtomicBool::new(false) })
+        Ok(Self { device: device.clone(), spec, sizes, names, memory, at, held: AtomicU8::new(NOTHING) })
     }
 
     /// Device memory that the plan holds, in bytes.
@@ -237,25 +245,29 @@ impl DevicePlan {
         if self.sizes.clusters == 0 {
             return Ok(());
         }
-        let grouped = self.grouped.swap(true, Ordering::Relaxed);
+        let held = self.held.load(Ordering::Relaxed);
         if grouping == Grouping::Reuse {
-            self.grouped.store(grouped, Ordering::Relaxed);
-            return if grouped {
-                Ok(())
-            } else {
+            return if held == NOTHING {
                 Err(Error::Option {
                     option: "grouping",
                     expected: "a plan that has grouped before an order is reused".into(),
                     given: "a new plan".into(),
                 })
+            } else {
+                Ok(())
             };
         }
-        let warm = grouping == Grouping::Warm && grouped;
-        let default = if warm { WARM_ITERATIONS } else { COLD_ITERATIONS };
+        let start = if grouping == Grouping::Warm { held } else { NOTHING };
+        let default = if start == NOTHING { COLD_ITERATIONS } else { WARM_ITERATIONS };
         let iterations = self.spec.recipe.grouping.iterations.unwrap_or(default);
+        self.held.store(CENTROIDS, Ordering::Relaxed);
         // SAFETY: by the caller; the sections have the sizes of the kernels' tables.
         unsafe {
-            self.start_kmeans(stream, tensors, warm)?;
+            self.start_kmeans(stream, tensors, start == CENTROIDS)?;
+            if start == LABELS {
+                // Means of the loaded clusters; an empty one keeps its seed.
+                self.update(stream, tensors)?;
+            }
             // The CPU stops after an assignment that changes no label; here the rest runs, and changes nothing.
             for _ in 0..iterations {
                 self.assign(stream, tensors)?;
@@ -407,6 +419,51 @@ impl DevicePlan {
                 .with(self.ptr(self.at.centroids))
                 .with(self.ptr(self.at.numbers));
             self.launch(stream, "kmeans_tour", self.sizes.kv_heads, sizes(arguments))
+        }
+    }
+
+    /// Bytes of the labels of a call, u16 [batch, kv_heads, kv_tokens]; 0 for an order without clusters.
+    pub fn labels_bytes(&self) -> usize {
+        self.at.labels.bytes()
+    }
+
+    /// Copies the labels of the order that the plan holds to `to`, from where [`DevicePlan::load_labels`] brings
+    /// the order back: one plan serves many layers that way, and what is kept of each is its labels.
+    ///
+    /// # Safety
+    /// [`DevicePlan::labels_bytes`] bytes at `to` may be written until the stream is through.
+    ///
+    /// # Errors
+    /// When the plan has not grouped, or of the driver.
+    pub unsafe fn save_labels(&self, stream: Stream, to: DevicePtr) -> Result<()> {
+        if self.sizes.clusters > 0 && self.held.load(Ordering::Relaxed) == NOTHING {
+            return Err(Error::Option {
+                option: "grouping",
+                expected: "a plan that has grouped before its labels are saved".into(),
+                given: "a new plan".into(),
+            });
+        }
+        // SAFETY: by the caller.
+        unsafe { self.memory.copy_out(self.at.labels, to, stream) }
+    }
+
+    /// Makes the order of saved labels the plan's; a later [`Grouping::Warm`] starts from their clusters.
+    ///
+    /// # Safety
+    /// `from` holds labels that a plan of the same shape and recipe saved, for the lengths in `tensors`, and stays
+    /// valid until the stream is through; `tensors` as for [`DevicePlan::run`].
+    ///
+    /// # Errors
+    /// Of the driver.
+    pub unsafe fn load_labels(&self, stream: Stream, tensors: &Tensors, from: DevicePtr) -> Result<()> {
+        if self.sizes.clusters == 0 {
+            return Ok(());
+        }
+        self.held.store(LABELS, Ordering::Relaxed);
+        // SAFETY: by the caller.
+        unsafe {
+            self.memory.copy_in(self.at.labels, from, stream)?;
+            self.sort(stream, tensors, 0)
         }
     }
 
@@ -654,6 +711,20 @@ impl DevicePlan {
             mean_tiles: self.memory.read(self.at.mean_tiles)?,
             v_scale: self.memory.read(self.at.v_scale)?,
         })
+    }
+
+    /// The labels that the plan holds, u16 [batch, kv_heads, kv_tokens]; waits for the stream.
+    ///
+    /// # Errors
+    /// Of the driver.
+    pub(super) fn labels(&self, stream: Stream) -> Result<Vec<u16>> {
+        stream.synchronize()?;
+        self.memory.read(self.at.labels)
+    }
+
+    /// Clusters of the k-means; 0 for an order without one.
+    pub(super) fn clusters(&self) -> usize {
+        self.sizes.clusters
     }
 
     fn ptr(&self, section: Section) -> DevicePtr {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::driver::{Buffer, Device, DevicePtr};
+use super::driver::{Buffer, Device, DevicePtr, Stream, copy_on_device};
 use crate::error::Result;
 
 /// Sections start at multiples of this, which serves every access width and the bulk copies.
@@ -13,6 +13,13 @@ const ALIGN: usize = 256;
 pub struct Section {
     offset: usize,
     bytes: usize,
+}
+
+impl Section {
+    /// Its size.
+    pub fn bytes(self) -> usize {
+        self.bytes
+    }
 }
 
 /// Adds up sections.
@@ -59,8 +66,32 @@ impl Workspace {
     ///
     /// # Errors
     /// Of the driver.
-    pub fn fill(&self, section: Section, byte: u8, stream: super::driver::Stream) -> Result<()> {
+    pub fn fill(&self, section: Section, byte: u8, stream: Stream) -> Result<()> {
         self.buffer.fill_range(section.offset, section.bytes, byte, stream)
+    }
+
+    /// Copies a section to device memory, on a stream.
+    ///
+    /// # Safety
+    /// As many bytes at `to` may be written until the stream is through.
+    ///
+    /// # Errors
+    /// Of the driver.
+    pub unsafe fn copy_out(&self, section: Section, to: DevicePtr, stream: Stream) -> Result<()> {
+        // SAFETY: by the caller; the section lies inside the buffer.
+        unsafe { copy_on_device(to, self.ptr(section), section.bytes, stream) }
+    }
+
+    /// Fills a section from device memory, on a stream.
+    ///
+    /// # Safety
+    /// As many bytes at `from` stay valid until the stream is through.
+    ///
+    /// # Errors
+    /// Of the driver.
+    pub unsafe fn copy_in(&self, section: Section, from: DevicePtr, stream: Stream) -> Result<()> {
+        // SAFETY: by the caller; the section lies inside the buffer.
+        unsafe { copy_on_device(self.ptr(section), from, section.bytes, stream) }
     }
 
     /// Copies a section out.

@@ -1,0 +1,359 @@
+//! When to group in a denoising loop, and what is kept between its steps (paper Sec. 3.4 and App. A).
+//!
+//! Grouping value tokens costs more than the rest of the preparation, and values change little from one denoising
+//! step to the next. So a [`Schedule`] groups in the first steps only, lets one order serve several of them, starts
+//! every refresh from the clusters before, and runs the later steps on the last order. It belongs to one sampler:
+//! what it keeps is per [`Site`] (model, layer, guidance branch) and, inside, per batch and kv head.
+//!
+//! ```
+//! use vc_attention::backend::cpu::Cpu;
+//! use vc_attention::schedule::{Schedule, ScheduleConfig, Site};
+//! use vc_attention::{Layout, Options, Problem, Recipe, TensorView};
+//!
+//! let mut schedule = Schedule::new(ScheduleConfig::paper(8), Recipe::default_for_cpu())?;
+//! for step in 0..8 {
+//!     for layer in 0..2 {
+//!         let x: Vec<f32> = (0..300 * 32).map(|i| ((i + step) as f32 * 0.37).sin()).collect();
+//!         let view = |name| TensorView::new(name, x.as_slice(), [1, 1, 300, 32], Layout::Bhsd);
+//!         let problem = Problem::new(view("q")?, view("k")?, view("v")?);
+//!         let site = Site { layer, ..Site::default() };
+//!         let done = schedule.attend(&Cpu, step, site, &problem, Options::default())?;
+//!         assert_eq!(done.output.o.shape(), [1, 1, 300, 32]);
+//!     }
+//! }
+//! assert_eq!((schedule.counts().cold, schedule.counts().reused), (2, 14));
+//! # Ok::<(), vc_attention::Error>(())
+//! ```
+
+use std::collections::HashMap;
+use std::time::Instant;
+
+use crate::attention::{Report, run_on_order};
+use crate::backend::{Backend, Output};
+use crate::error::{Error, Result};
+use crate::plan::{Options, Plan};
+use crate::problem::Problem;
+use crate::recipe::Recipe;
+
+/// Steps that one order serves inside the window (paper App. A).
+pub const REFRESH: usize = 4;
+
+/// Which steps group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Window {
+    /// The first ones, as many as given; the paper's operating point is a quarter, [`ScheduleConfig::paper`].
+    First(usize),
+    /// Every so-manieth, from the first on: the same work spread out (the paper's ablation, 2.6 dB behind).
+    Every(usize),
+    /// All.
+    All,
+}
+
+impl Window {
+    fn contains(self, step: usize) -> bool {
+        match self {
+            Window::First(steps) => step < steps,
+            Window::Every(stride) => step.is_multiple_of(stride),
+            Window::All => true,
+        }
+    }
+}
+
+/// On which steps the block means of V are subtracted, for recipes that do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Demeaning {
+    /// On all: the means are fresh although the order is not, and cost next to nothing (ours).
+    #[default]
+    Always,
+    /// In the window only; later steps run the plain low-bit kernel (the paper's).
+    InWindow,
+}
+
+/// The choices of a [`Schedule`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ScheduleConfig {
+    /// Denoising steps of a clip, at least 1.
+    pub steps: usize,
+    /// Which of them group.
+    pub window: Window,
+    /// Steps of the window that one order serves, at least 1.
+    pub refresh: usize,
+    /// On which steps block means are subtracted.
+    pub demeaning: Demeaning,
+    /// Whether a refresh starts from the clusters before, or anew.
+    pub warm: bool,
+    /// Refresh early, inside the window or behind it, once the share of the value energy that the block means hold
+    /// falls below this fraction (0 to 1) of what it was when the order was made. Absent by default: see
+    /// `docs/results.md`. On a GPU the share is read back after every call, which waits for it.
+    pub drift: Option<f64>,
+}
+
+impl ScheduleConfig {
+    /// Groups in the first ceil(steps / 4) steps, every fourth of them, warm (paper Sec. 3.4); block means on all
+    /// steps (ours).
+    pub const fn paper(steps: usize) -> Self {
+        Self {
+            steps,
+            window: Window::First(steps.div_ceil(4)),
+            refresh: REFRESH,
+            demeaning: Demeaning::Always,
+            warm: true,
+            drift: None,
+        }
+    }
+
+    fn validate(&self) -> Result<()> {
+        let option = |option, expected: &str, given: String| {
+            Err(Error::Option { option, expected: expected.into(), given })
+        };
+        if self.steps == 0 {
+            return option("steps", "at least 1", "0".into());
+        }
+        if self.refresh == 0 {
+            return option("refresh", "at least 1", "0".into());
+        }
+        if matches!(self.window, Window::First(0) | Window::Every(0)) {
+            return option("window", "at least 1", "0".into());
+        }
+        match self.drift {
+            Some(drift) if !(0.0..=1.0).contains(&drift) => {
+                option("drift", "a fraction from 0 to 1", drift.to_string())
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Where in a pipeline a call is made: state of one site never serves another.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Site {
+    /// Model, where a pipeline switches between several (Wan2.2's two experts).
+    pub model: u32,
+    /// Attention layer.
+    pub layer: u32,
+    /// Guidance branch, where conditional and unconditional are calls of their own.
+    pub branch: u32,
+}
+
+/// Where the token order of a call comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// Grouped from a cold start: the first call of a site, or the first at new lengths or heads.
+    Cold,
+    /// Grouped from the clusters before.
+    Warm,
+    /// As [`Source::Warm`] (or cold, without warm starts), ahead of time: the order had drifted.
+    Early,
+    /// The order of an earlier step.
+    Reused,
+    /// The recipe's order does not come from clusters (`sequence`, `cube`).
+    Fixed,
+}
+
+/// What a call does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Decision {
+    /// Where the order comes from.
+    pub source: Source,
+    /// Whether block means are subtracted; without, it is the plain low-bit kernel on that order.
+    pub demean: bool,
+}
+
+/// A finished call.
+#[derive(Clone, Debug)]
+pub struct Scheduled {
+    /// What it returned.
+    pub output: Output,
+    /// What it took; `group` covers grouping, or bringing the kept order back.
+    pub report: Report,
+    /// What was done.
+    pub decision: Decision,
+}
+
+/// How many calls did what, since the schedule was made or [`Schedule::reset`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Calls that grouped from a cold start.
+    pub cold: usize,
+    /// Calls that grouped from the clusters before.
+    pub warm: usize,
+    /// Calls that grouped ahead of time.
+    pub early: usize,
+    /// Calls on an order of an earlier step.
+    pub reused: usize,
+    /// Calls whose order does not come from clusters.
+    pub fixed: usize,
+    /// Calls that subtracted no block means although the recipe does.
+    pub plain: usize,
+}
+
+/// The grouping of one sampler: decides, runs, and keeps orders; see the [module](self).
+#[derive(Debug)]
+pub struct Schedule<B: Backend> {
+    config: ScheduleConfig,
+    recipe: Recipe,
+    plain: Recipe,
+    sites: HashMap<Site, State<B::Kept>>,
+    counts: Counts,
+}
+
+/// What is kept of a site.
+#[derive(Debug)]
+struct State<K> {
+    kept: K,
+    of: Heads,
+    /// Step of the last grouping.
+    grouped: usize,
+    /// Share of the block means' energy then.
+    share: Option<f64>,
+    /// Whether the share has fallen since.
+    drifted: bool,
+}
+
+/// What an order is valid for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Heads {
+    kv_heads: usize,
+    head_dim: usize,
+    /// Valid tokens of every batch.
+    lens: Vec<usize>,
+}
+
+impl Heads {
+    fn of(problem: &Problem) -> Self {
+        let [batch, kv_heads, _, head_dim] = problem.k.shape();
+        Self { kv_heads, head_dim, lens: (0..batch).map(|b| problem.kv_len(b)).collect() }
+    }
+}
+
+impl<B: Backend> Schedule<B> {
+    /// A schedule that has seen nothing yet.
+    ///
+    /// # Errors
+    /// When a choice is outside its range, or the recipe cannot be.
+    pub fn new(config: ScheduleConfig, recipe: Recipe) -> Result<Self> {
+        config.validate()?;
+        recipe.validate()?;
+        let plain = Recipe { demean: false, ..recipe.clone() };
+        Ok(Self { config, recipe, plain, sites: HashMap::new(), counts: Counts::default() })
+    }
+
+    /// Its choices.
+    pub fn config(&self) -> &ScheduleConfig {
+        &self.config
+    }
+
+    /// The recipe of its calls.
+    pub fn recipe(&self) -> &Recipe {
+        &self.recipe
+    }
+
+    /// What has been done so far.
+    pub fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    /// Memory that the kept orders take, in bytes.
+    pub fn bytes(&self) -> usize {
+        let entry = size_of::<Site>() + size_of::<State<B::Kept>>();
+        self.sites
+            .values()
+            .map(|s| entry + s.of.lens.len() * size_of::<usize>() + B::kept_bytes(&s.kept))
+            .sum()
+    }
+
+    /// Forgets everything, as between two clips.
+    pub fn reset(&mut self) {
+        self.sites.clear();
+        self.counts = Counts::default();
+    }
+
+    /// What a call at this step and site would do. Nothing is changed.
+    ///
+    /// # Errors
+    /// When the step is not one of the schedule's, or a batch has no length.
+    pub fn decide(&self, step: usize, site: Site, problem: &Problem) -> Result<Decision> {
+        if step >= self.config.steps {
+            return Err(Error::Option {
+                option: "step",
+                expected: format!("a step below the schedule's {}", self.config.steps),
+                given: step.to_string(),
+            });
+        }
+        problem.check_lens()?;
+        let inside = self.config.window.contains(step);
+        let source = if self.recipe.grouping.order.clusters() {
+            match self.sites.get(&site).filter(|state| state.of == Heads::of(problem)) {
+                None => Source::Cold,
+                Some(state) if state.drifted => Source::Early,
+                // A step before the last grouping begins another clip.
+                Some(state) if inside && step.abs_diff(state.grouped) >= self.config.refresh => {
+                    if self.config.warm { Source::Warm } else { Source::Cold }
+                }
+                Some(_) => Source::Reused,
+            }
+        } else {
+            Source::Fixed
+        };
+        let demean = self.recipe.demean && (inside || self.config.demeaning == Demeaning::Always);
+        Ok(Decision { source, demean })
+    }
+
+    /// Attention of `problem` at step `step` (from 0) and `site`, on the order that the schedule decides.
+    ///
+    /// The tensors of a site may change their number of tokens or heads, which groups anew.
+    ///
+    /// # Errors
+    /// As [`Schedule::decide`], and those of [`crate::run`]; a call that fails leaves the kept orders as they were.
+    pub fn attend(
+        &mut self,
+        backend: &B,
+        step: usize,
+        site: Site,
+        problem: &Problem,
+        options: Options,
+    ) -> Result<Scheduled> {
+        let decision = self.decide(step, site, problem)?;
+        let recipe = if decision.demean { &self.recipe } else { &self.plain };
+        let plan = Plan::new(problem, recipe, options)?;
+        let start = Instant::now();
+        let known = self.sites.get(&site);
+        let restore = || known.map(|s| backend.restore(&plan, problem, &s.kept)).transpose();
+        let order = match decision.source {
+            Source::Reused => restore()?,
+            Source::Warm => Some(backend.group(&plan, problem, restore()?.as_ref())?),
+            Source::Early if self.config.warm => Some(backend.group(&plan, problem, restore()?.as_ref())?),
+            Source::Early | Source::Cold | Source::Fixed => None,
+        };
+        let order = match order {
+            Some(order) => order,
+            None => backend.group(&plan, problem, None)?,
+        };
+        let fresh = matches!(decision.source, Source::Cold | Source::Warm | Source::Early);
+        let kept = if fresh { Some(backend.keep(&order)?) } else { None };
+        let group = start.elapsed();
+        let run = run_on_order(backend, &plan, problem, order)?;
+        let share = run.report.mean_share;
+        if let Some(kept) = kept {
+            let of = Heads::of(problem);
+            self.sites.insert(site, State { kept, of, grouped: step, share, drifted: false });
+        } else if let Some(state) = self.sites.get_mut(&site)
+            && let (Some(drift), Some(then), Some(now)) = (self.config.drift, state.share, share)
+        {
+            state.drifted = now < drift * then;
+        }
+        self.count(decision);
+        Ok(Scheduled { output: run.output, report: Report { group, ..run.report }, decision })
+    }
+
+    fn count(&mut self, decision: Decision) {
+        *match decision.source {
+            Source::Cold => &mut self.counts.cold,
+            Source::Warm => &mut self.counts.warm,
+            Source::Early => &mut self.counts.early,
+            Source::Reused => &mut self.counts.reused,
+            Source::Fixed => &mut self.counts.fixed,
+        } += 1;
+        self.counts.plain += usize::from(self.recipe.demean && !decision.demean);
+    }
+}
