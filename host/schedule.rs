@@ -155,7 +155,8 @@ pub enum Source {
 pub struct Decision {
     /// Where the order comes from.
     pub source: Source,
-    /// Whether block means are subtracted; without, it is the plain low-bit kernel on that order.
+    /// Whether block means are subtracted by a recipe that does; without, it is the plain low-bit kernel on that
+    /// order.
     pub demean: bool,
 }
 
@@ -183,7 +184,7 @@ pub struct Counts {
     pub reused: usize,
     /// Calls whose order does not come from clusters.
     pub fixed: usize,
-    /// Calls that subtracted no block means although the recipe does.
+    /// Calls that subtracted no block means.
     pub plain: usize,
 }
 
@@ -192,7 +193,6 @@ pub struct Counts {
 pub struct Schedule<B: Backend> {
     config: ScheduleConfig,
     recipe: Recipe,
-    plain: Recipe,
     sites: HashMap<Site, State<B::Kept>>,
     counts: Counts,
 }
@@ -234,8 +234,7 @@ impl<B: Backend> Schedule<B> {
     pub fn new(config: ScheduleConfig, recipe: Recipe) -> Result<Self> {
         config.validate()?;
         recipe.validate()?;
-        let plain = Recipe { demean: false, ..recipe.clone() };
-        Ok(Self { config, recipe, plain, sites: HashMap::new(), counts: Counts::default() })
+        Ok(Self { config, recipe, sites: HashMap::new(), counts: Counts::default() })
     }
 
     /// Its choices.
@@ -295,7 +294,7 @@ impl<B: Backend> Schedule<B> {
         } else {
             Source::Fixed
         };
-        let demean = self.recipe.demean && (inside || self.config.demeaning == Demeaning::Always);
+        let demean = inside || self.config.demeaning == Demeaning::Always;
         Ok(Decision { source, demean })
     }
 
@@ -313,9 +312,33 @@ impl<B: Backend> Schedule<B> {
         problem: &Problem,
         options: Options,
     ) -> Result<Scheduled> {
-        let decision = self.decide(step, site, problem)?;
-        let recipe = if decision.demean { &self.recipe } else { &self.plain };
-        let plan = Plan::new(problem, recipe, options)?;
+        self.attend_as(&self.recipe.clone(), backend, step, site, problem, options)
+    }
+
+    /// As [`Schedule::attend`], with a recipe of this call's own on the schedule's orders: recipes mixed by step or
+    /// by layer share them.
+    ///
+    /// # Errors
+    /// As [`Schedule::attend`], and when `recipe` orders tokens in another way than the schedule's.
+    pub fn attend_as(
+        &mut self,
+        recipe: &Recipe,
+        backend: &B,
+        step: usize,
+        site: Site,
+        problem: &Problem,
+        options: Options,
+    ) -> Result<Scheduled> {
+        if recipe.grouping != self.recipe.grouping {
+            return Err(Error::Recipe {
+                recipe: recipe.name.clone(),
+                reason: format!("its token order is not that of the schedule's recipe, `{}`", self.recipe.name),
+            });
+        }
+        let mut decision = self.decide(step, site, problem)?;
+        let recipe = Recipe { demean: recipe.demean && decision.demean, ..recipe.clone() };
+        decision.demean = recipe.demean;
+        let plan = Plan::new(problem, &recipe, options)?;
         let start = Instant::now();
         let known = self.sites.get(&site);
         let restore = || known.map(|s| backend.restore(&plan, problem, &s.kept)).transpose();
@@ -354,6 +377,6 @@ impl<B: Backend> Schedule<B> {
             Source::Reused => &mut self.counts.reused,
             Source::Fixed => &mut self.counts.fixed,
         } += 1;
-        self.counts.plain += usize::from(self.recipe.demean && !decision.demean);
+        self.counts.plain += usize::from(!decision.demean);
     }
 }

@@ -1,0 +1,346 @@
+//! The command line.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail, ensure};
+use candle_core::{Device, Tensor};
+use clap::{Args, Parser, Subcommand};
+use comfy_table::presets::NOTHING;
+use comfy_table::{CellAlignment, Table};
+use indicatif::{ProgressBar, ProgressStyle};
+use vc_testbed::attention::RowAttention;
+use vc_testbed::bundle::Bundle;
+use vc_testbed::clip::{self, Distance};
+use vc_testbed::picture::{self, Dot};
+use vc_testbed::record::{self, Entry, Record};
+use vc_testbed::row::{self, Row};
+use vc_testbed::sampler::Sampler;
+use vc_testbed::statistics::Summary;
+
+/// What every other row is compared with.
+const REFERENCE: &str = "exact";
+
+#[derive(Parser)]
+#[command(name = "vc-testbed", version, about, max_term_width = 100)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Denoise clips with low-bit attention and with exact attention from the same noise.
+    ///
+    /// Writes into the folder, for every prompt, an animation of every row, a sheet of frames, and a line of
+    /// measurements in clips.jsonl; prints the table. What is there already is not made again.
+    #[command(after_long_help = format!("A row is a recipe of `vca` with @KEY=VALUE behind it:\n{}", row::KEYS))]
+    Generate(Generate),
+    /// Print the table of measurements made earlier, rows over all prompts.
+    Table(Summarize),
+    /// Check this port of the model against what PyTorch made: states and clips at the noise floor of BF16.
+    Check(Check),
+}
+
+#[derive(Args)]
+struct Generate {
+    /// Rows, separated by commas or given several times.
+    #[arg(short, long = "recipe", value_delimiter = ',', default_value = "vc16-expcast", value_name = "ROW")]
+    rows: Vec<Row>,
+    /// Prompts: numbers and ranges (0,3,8-15); from 8 on they are random ones, seeded by their number.
+    #[arg(short, long = "prompt", default_value = "0", value_name = "LIST", value_parser = list)]
+    prompts: std::vec::Vec<usize>,
+    /// Denoising steps.
+    #[arg(short, long, default_value_t = 40, value_parser = clap::value_parser!(u16).range(1..=1000))]
+    steps: u16,
+    /// Weight of classifier-free guidance; 1 is without.
+    #[arg(short, long, default_value_t = 1.5, value_name = "WEIGHT")]
+    guidance: f32,
+    /// Measure only: no animations and sheets.
+    #[arg(long)]
+    no_pictures: bool,
+    /// Folder for what comes out.
+    #[arg(short, long, value_name = "DIR")]
+    output: PathBuf,
+}
+
+#[derive(Args)]
+struct Summarize {
+    /// Files of measurements (clips.jsonl), or folders that hold one.
+    #[arg(required = true)]
+    records: Vec<PathBuf>,
+    /// Show every row's PSNR minus this row's, prompt by prompt.
+    #[arg(long, value_name = "ROW")]
+    against: Option<String>,
+    /// Print Markdown.
+    #[arg(long)]
+    markdown: bool,
+    /// Also draw it.
+    #[arg(long, value_name = "FILE.png")]
+    plot: Option<PathBuf>,
+}
+
+#[derive(Args)]
+struct Check {
+    /// Stop behind this step (the reference has states behind steps 0, 10 and 20, and clips of 40 steps).
+    #[arg(long, default_value_t = 40, value_name = "N")]
+    steps: usize,
+}
+
+/// `0,3,8-15`.
+fn list(text: &str) -> Result<Vec<usize>> {
+    let number = |t: &str| t.trim().parse::<usize>().with_context(|| format!("a number, given `{t}`"));
+    let mut all = BTreeSet::new();
+    for part in text.split(',') {
+        let (from, to) = part.split_once('-').unwrap_or((part, part));
+        let (from, to) = (number(from)?, number(to)?);
+        ensure!(from <= to && to - from < 10_000, "a range from low to high, given `{part}`");
+        all.extend(from..=to);
+    }
+    Ok(all.into_iter().collect())
+}
+
+/// Runs the program.
+pub fn run() -> ExitCode {
+    let done = match Cli::parse().command {
+        Command::Generate(options) => generate(&options),
+        Command::Table(options) => summarize(&options),
+        Command::Check(options) => check(&options),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("error: {e:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// One clip and what it took.
+struct Made {
+    clip: Tensor,
+    attention: RowAttention,
+    seconds: f64,
+}
+
+fn make(bundle: &Bundle, sampler: &Sampler, row: &Row, prompt: usize) -> Result<Made> {
+    let bar = ProgressBar::new(sampler.steps as u64);
+    bar.set_style(ProgressStyle::with_template("{msg} {bar:32} {pos}/{len} steps ({elapsed}, {eta} left)")?);
+    bar.set_message(format!("prompt {prompt}, {}", row.name));
+    let start = Instant::now();
+    let grid = bundle.model.config().grid();
+    let mut attention = RowAttention::new(row, sampler.steps, grid)?;
+    let noise = bundle.noise(prompt)?;
+    let clip = sampler.sample(&bundle.model, &bundle.prompt(prompt), &noise, &mut attention, |_, _| {
+        bar.inc(1);
+        Ok(())
+    });
+    bar.finish_and_clear();
+    let clip = clip.with_context(|| format!("prompt {prompt}, row {}", row.name))?;
+    Ok(Made { clip, attention, seconds: start.elapsed().as_secs_f64() })
+}
+
+fn generate(options: &Generate) -> Result<()> {
+    ensure!(options.guidance.is_finite(), "a finite guidance, given {}", options.guidance);
+    let bundle = Bundle::open()?;
+    let (steps, guidance) = (usize::from(options.steps), options.guidance);
+    let sampler = Sampler { steps, guidance, ..bundle.sampler };
+    let reference: Row = REFERENCE.parse()?;
+    fs::create_dir_all(&options.output).with_context(|| options.output.display().to_string())?;
+    let mut record = Record::open(&options.output.join("clips.jsonl"))?;
+    for &prompt in &options.prompts {
+        let folder = options.output.join(format!("prompt_{prompt:03}_steps_{steps}"));
+        fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
+        let wanted: Vec<&Row> = options
+            .rows
+            .iter()
+            .filter(|row| row.name != REFERENCE)
+            .filter(|row| !record.entries().iter().any(|e| e.same(&row.name, prompt, steps, guidance)))
+            .collect();
+        let kept = folder.join(format!("reference_guidance_{guidance}.safetensors"));
+        if wanted.is_empty() && kept.exists() {
+            continue;
+        }
+        let exact = if kept.exists() {
+            candle_core::safetensors::load(&kept, &Device::Cpu)?.remove("clip").context("no clip")?
+        } else {
+            let exact = make(&bundle, &sampler, &reference, prompt)?.clip;
+            exact.save_safetensors("clip", &kept)?;
+            exact
+        };
+        let mut lines = vec![(format!("{}: exact attention", bundle.prompt(prompt)), exact.clone())];
+        for row in wanted {
+            let Made { clip, attention, seconds } = make(&bundle, &sampler, row, prompt)?;
+            let distance = clip::distance(&clip, &exact)?;
+            let counts = attention.counts();
+            record.add(Entry {
+                row: row.name.clone(),
+                prompt,
+                steps,
+                guidance,
+                distance,
+                mean_share: attention.mean_share(),
+                grouped: counts.cold + counts.warm + counts.early,
+                early: counts.early,
+                kept_bytes: attention.kept_bytes(),
+                attention_s: attention.spent().as_secs_f64(),
+                total_s: seconds,
+                device: attention.device(),
+            })?;
+            let Distance { psnr_db, ssim } = distance;
+            if !options.no_pictures {
+                picture::animation(&folder.join(format!("{}.gif", file_name(&row.name))), &clip)?;
+            }
+            lines.push((format!("{}: PSNR {psnr_db:.1} dB, SSIM {ssim:.4}", row.name), clip));
+        }
+        if !options.no_pictures {
+            picture::animation(&folder.join(format!("{REFERENCE}.gif")), &exact)?;
+            picture::sheet(&folder.join("sheet.png"), &lines)?;
+        }
+    }
+    let names: Vec<&str> = options.rows.iter().map(|row| row.name.as_str()).collect();
+    let asked = |e: &&Entry| {
+        names.contains(&e.row.as_str())
+            && options.prompts.contains(&e.prompt)
+            && (e.steps, e.guidance) == (steps, guidance)
+    };
+    let entries: Vec<Entry> = record.entries().iter().filter(asked).cloned().collect();
+    println!("{}", table(&Summary::all(&entries), None, false)?);
+    println!("in {}", options.output.display());
+    Ok(())
+}
+
+/// A row's name as a file's.
+fn file_name(row: &str) -> String {
+    row.chars().map(|c| if c.is_ascii_alphanumeric() || "-.=+".contains(c) { c } else { '_' }).collect()
+}
+
+fn summarize(options: &Summarize) -> Result<()> {
+    let mut entries = Vec::new();
+    for path in &options.records {
+        let path = if path.is_dir() { path.join("clips.jsonl") } else { path.clone() };
+        entries.extend(record::read(&path)?);
+    }
+    let summaries = Summary::all(&entries);
+    ensure!(!summaries.is_empty(), "no measurements in {:?}", options.records);
+    println!("{}", table(&summaries, options.against.as_deref(), options.markdown)?);
+    if let Some(path) = &options.plot {
+        draw(path, &summaries)?;
+    }
+    Ok(())
+}
+
+fn draw(path: &Path, summaries: &[Summary]) -> Result<()> {
+    let dot = |s: &Summary| {
+        let psnr = s.psnr();
+        let text = format!("{} ({} steps, {} prompts)", s.row, s.steps, s.by_prompt.len());
+        Dot { text, mean: [psnr.mean, psnr.low, psnr.high], lowest: s.lowest_psnr() }
+    };
+    picture::plot(path, "Clips of the tiny video DiT", &summaries.iter().map(dot).collect::<Vec<_>>())
+}
+
+/// The rows of a table, as text or as Markdown.
+fn table(summaries: &[Summary], against: Option<&str>, markdown: bool) -> Result<String> {
+    if let Some(name) = against
+        && !summaries.iter().any(|s| s.row == name)
+    {
+        bail!("no row `{name}` to compare with");
+    }
+    let mut head = vec!["row", "steps", "prompts", "PSNR dB", "95%", "lowest", "SSIM", "mean share"];
+    let difference = against.map(|name| format!("PSNR over {name}"));
+    head.extend(difference.as_deref());
+    let mut lines = Vec::new();
+    for s in summaries {
+        let (psnr, ssim) = (s.psnr(), s.ssim());
+        let mut line = vec![
+            s.row.clone(),
+            s.steps.to_string(),
+            s.by_prompt.len().to_string(),
+            format!("{:.2}", psnr.mean),
+            format!("{:.2} to {:.2}", psnr.low, psnr.high),
+            format!("{:.2}", s.lowest_psnr()),
+            format!("{:.5}", ssim.mean),
+            s.mean_share().map_or_else(|| "-".into(), |share| format!("{:.1}%", 100.0 * share)),
+        ];
+        if let Some(name) = against {
+            let other = summaries.iter().find(|o| o.row == name && (o.steps, o.guidance) == (s.steps, s.guidance));
+            line.push(match other.and_then(|other| s.psnr_over(other)) {
+                Some((d, n)) => format!("{:+.2} ({:+.2} to {:+.2}, n = {n})", d.mean, d.low, d.high),
+                None => "-".into(),
+            });
+        }
+        lines.push(line);
+    }
+    if markdown {
+        let mut text = format!("| {} |\n|{}\n", head.join(" | "), "---|".repeat(head.len()));
+        for line in lines {
+            let cells: Vec<String> =
+                line.into_iter().enumerate().map(|(i, c)| if i == 0 { format!("`{c}`") } else { c }).collect();
+            text += &format!("| {} |\n", cells.join(" | "));
+        }
+        return Ok(text);
+    }
+    let mut table = Table::new();
+    table.load_preset(NOTHING).set_header(head).add_rows(lines);
+    table.column_iter_mut().skip(1).for_each(|c| c.set_cell_alignment(CellAlignment::Right));
+    Ok(table.to_string())
+}
+
+/// Noise floor of BF16: PSNR of PyTorch's f32 clips against its bf16 clips is 60.7 dB at least.
+const FLOOR_DB: f64 = 58.0;
+
+fn check(options: &Check) -> Result<()> {
+    let bundle = Bundle::open()?;
+    ensure!(
+        (1..=bundle.sampler.steps).contains(&options.steps),
+        "1 to {} steps, given {}",
+        bundle.sampler.steps,
+        options.steps
+    );
+    let mut worst = f64::INFINITY;
+    let mut compare = |what: &str, x: &Tensor, name: &str, floor: f64| -> Result<()> {
+        let Some(expected) = bundle.reference(name) else { return Ok(()) };
+        let d = clip::distance(x, expected)?;
+        println!("{what:<24} against {name:<10} PSNR {:6.2} dB, SSIM {:.6}", d.psnr_db, d.ssim);
+        worst = worst.min(d.psnr_db - floor);
+        Ok(())
+    };
+    for (prompt, name) in [(0, "exact@io=f32"), (0, "exact"), (1, "exact")] {
+        let row: Row = name.parse()?;
+        let mut attention = RowAttention::new(&row, bundle.sampler.steps, bundle.model.config().grid())?;
+        let stop = options.steps;
+        let mut states = Vec::new();
+        let sampled = bundle.sampler.sample(
+            &bundle.model,
+            &bundle.prompt(prompt),
+            &bundle.noise(prompt)?,
+            &mut attention,
+            |step, x| {
+                states.push(x.clone());
+                ensure!(step + 1 < stop || stop == bundle.sampler.steps, "stopped");
+                Ok(())
+            },
+        );
+        if states.len() < stop {
+            sampled?;
+            bail!("the sampler stopped early");
+        }
+        if prompt == 0 {
+            for (step, x) in states.iter().enumerate() {
+                compare(&format!("{name}, step {step}"), x, &format!("bf16_x.{step}"), FLOOR_DB)?;
+            }
+        }
+        if let (true, Some(x)) = (stop == bundle.sampler.steps, states.last()) {
+            compare(&format!("{name}, clip {prompt}"), x, &format!("bf16.{prompt}"), FLOOR_DB)?;
+            if name.ends_with("f32") {
+                compare(&format!("{name}, clip {prompt}"), x, &format!("fp32.{prompt}"), 80.0)?;
+            }
+        }
+    }
+    ensure!(worst >= 0.0, "{:.2} dB below the floor: this port does not reproduce the reference", -worst);
+    println!("reproduces the reference");
+    Ok(())
+}
