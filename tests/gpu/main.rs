@@ -16,4 +16,5 @@ mod grouping;
 mod inputs;
 mod large;
 mod sanitize;
+mod schedule;
 mod stages;

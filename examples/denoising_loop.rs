@@ -1,16 +1,16 @@
-//! The denoising schedule in small: group the value tokens on the first step, reuse the order on the next ones,
-//! and start later refreshes from the centroids of the one before.
+//! What a denoising loop does: a schedule groups the value tokens on early steps, lets an order serve several, and
+//! starts a refresh from the clusters before.
 //!
-//! `cargo run --release --example group_once`
+//! `cargo run --release --example denoising_loop`
 
-use vc_attention::backend::cpu::{Cpu, Orders};
+use vc_attention::backend::cpu::Cpu;
 use vc_attention::fidelity::{compare, reference};
-use vc_attention::{
-    Error, Layout, Options, OutputType, Plan, Problem, Recipe, TensorView, run, run_on_order,
-};
+use vc_attention::schedule::{Schedule, ScheduleConfig, Site};
+use vc_attention::{Error, Layout, Options, OutputType, Problem, Recipe, TensorView};
 
 const SHAPE: [usize; 4] = [1, 2, 2048, 64];
-const REFRESH: usize = 4;
+/// Denoising steps: groups at 0, 4 and 8.
+const STEPS: usize = 40;
 
 /// Deterministic noise with deviation near 1.
 struct Noise(u64);
@@ -37,30 +37,25 @@ fn drifting(step: usize, seed: u64) -> Vec<f32> {
 }
 
 fn main() -> Result<(), Error> {
-    let recipe = Recipe::default_for_cpu();
     let options = Options { output: OutputType::F32, lse: false };
-    let mut order: Option<Orders> = None;
-    println!("step  grouping                     ms   energy in means   rel_l2");
-    for step in 0..10 {
+    let mut schedule = Schedule::new(ScheduleConfig::paper(STEPS), Recipe::default_for_cpu())?;
+    println!("step  order       ms   energy in means   rel_l2");
+    for step in 0..12 {
         let [q, k, v] = [1, 2, 3].map(|seed| drifting(step, seed));
         let view = |name, x| TensorView::new(name, x, SHAPE, Layout::Bhsd);
         let problem =
             Problem::new(view("q", q.as_slice())?, view("k", k.as_slice())?, view("v", v.as_slice())?);
-        let plan = Plan::new(&problem, &recipe, options)?;
-
-        let (what, finished) = match order.take() {
-            Some(order) if step % REFRESH != 0 => ("reused", run_on_order(&Cpu, &plan, &problem, order)?),
-            Some(order) => ("refreshed from centroids", run(&Cpu, &plan, &problem, Some(&order))?),
-            None => ("from scratch", run(&Cpu, &plan, &problem, None)?),
-        };
-        let exact = reference::attention(&problem, &plan.shape);
+        // A model has many layers and two guidance branches: each is a site of its own.
+        let done = schedule.attend(&Cpu, step, Site::default(), &problem, options)?;
+        let exact = reference::attention(&problem, &problem.validate()?);
         println!(
-            "{step:4}  {what:24} {:6.2}   {:15.3}   {:.5}",
-            finished.report.group.as_secs_f64() * 1e3,
-            finished.report.mean_share.unwrap_or(0.0),
-            compare(&finished.output.o.view(), &exact.o).rel_l2
+            "{step:4}  {:7} {:6.2}   {:15.3}   {:.5}",
+            format!("{:?}", done.decision.source),
+            done.report.group.as_secs_f64() * 1e3,
+            done.report.mean_share.unwrap_or(0.0),
+            compare(&done.output.o.view(), &exact.o).rel_l2
         );
-        order = Some(finished.order);
     }
+    println!("{} bytes kept for {:?}", schedule.bytes(), SHAPE);
     Ok(())
 }
