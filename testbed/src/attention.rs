@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use anyhow::Result;
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use half::bf16;
 use vc_attention::backend::Backend;
 use vc_attention::backend::cpu::Cpu;
@@ -77,33 +77,75 @@ impl Stepped for RowAttention {
 
 impl Attend for RowAttention {
     fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
-        let (_, tokens, heads, dim) = q.dims4()?;
-        let shape = [1, heads, tokens, dim];
-        let flat = |x: &Tensor| -> Result<Vec<bf16>> {
-            Ok(x.to_dtype(DType::BF16)?.flatten_all()?.to_vec1::<bf16>()?)
-        };
-        let wide = |x: &Tensor| -> Result<Vec<f32>> { Ok(x.flatten_all()?.to_vec1::<f32>()?) };
-        let (mut n, mut w) = (Vec::new(), Vec::new());
-        for x in [q, k, v] {
-            if self.row.narrow { n.push(flat(x)?) } else { w.push(wide(x)?) }
-        }
-        let view = |i: usize, name| {
-            let elements = if self.row.narrow { Elements::Bf16(&n[i]) } else { Elements::F32(&w[i]) };
-            TensorView::new(name, elements, shape, Layout::Bshd)
-        };
-        let mut problem = Problem::new(view(0, "q")?, view(1, "k")?, view(2, "v")?);
-        problem.grid = Some(self.grid);
+        let inputs = Inputs::new(q, k, v, self.row.narrow)?;
+        let problem = inputs.problem(self.grid)?;
         let site = Site { layer: layer as u32, branch: self.branch as u32, ..Site::default() };
         let recipe = self.row.recipe_at(self.step, layer);
-        let done =
-            self.schedule.attend_as(recipe, &Cpu, self.step, site, &problem, Options::default())?;
+        let done = self.schedule.attend_as(recipe, &Cpu, self.step, site, &problem, Options::default())?;
         self.spent += done.report.total();
         self.shares.extend(done.report.mean_share);
-        let o: Vec<f32> = match done.output.o.view().elements() {
-            Elements::F32(x) => x.to_vec(),
-            Elements::Bf16(x) => x.iter().map(|x| x.to_f32()).collect(),
-            Elements::F16(_) => unreachable!(),
-        };
-        Ok(Tensor::from_vec(o, (1, heads, tokens, dim), q.device())?.transpose(1, 2)?)
+        to_tensor(&done.output.o, q.device())
     }
+}
+
+/// q, k and v of a call, (1, tokens, heads, head_dim), in host memory.
+#[derive(Debug)]
+pub struct Inputs {
+    shape: [usize; 4],
+    tensors: [Buffer; 3],
+}
+
+#[derive(Debug)]
+enum Buffer {
+    F32(Vec<f32>),
+    Bf16(Vec<bf16>),
+}
+
+impl Inputs {
+    /// Copies the tensors, rounded to bf16 where `narrow`.
+    ///
+    /// # Errors
+    /// When they are not of rank 4 and f32.
+    pub fn new(q: &Tensor, k: &Tensor, v: &Tensor, narrow: bool) -> Result<Self> {
+        let (batch, tokens, heads, dim) = q.dims4()?;
+        let copy = |x: &Tensor| -> Result<Buffer> {
+            Ok(if narrow {
+                Buffer::Bf16(x.to_dtype(DType::BF16)?.flatten_all()?.to_vec1()?)
+            } else {
+                Buffer::F32(x.flatten_all()?.to_vec1()?)
+            })
+        };
+        Ok(Self { shape: [batch, heads, tokens, dim], tensors: [copy(q)?, copy(k)?, copy(v)?] })
+    }
+
+    /// The call on them.
+    ///
+    /// # Errors
+    /// When their shapes differ.
+    pub fn problem(&self, grid: [usize; 3]) -> Result<Problem<'_>> {
+        let view = |name, i: usize| {
+            let elements = match &self.tensors[i] {
+                Buffer::F32(x) => Elements::F32(x),
+                Buffer::Bf16(x) => Elements::Bf16(x),
+            };
+            TensorView::new(name, elements, self.shape, Layout::Bshd)
+        };
+        let problem = Problem::new(view("q", 0)?, view("k", 1)?, view("v", 2)?);
+        Ok(Problem { grid: Some(grid), ..problem })
+    }
+}
+
+/// An output's values in f32, row-major in (batch, heads, tokens, dim).
+pub fn values(o: &vc_attention::Tensor) -> Vec<f32> {
+    let [batch, heads, tokens, _] = o.shape();
+    let view = o.view();
+    (0..batch * heads).flat_map(|i| view.read_head(i / heads, i % heads, tokens)).collect()
+}
+
+/// An output as candle has it, (1, tokens, heads, head_dim) in f32.
+///
+/// # Errors
+/// Of the device.
+pub fn to_tensor(o: &vc_attention::Tensor, device: &Device) -> Result<Tensor> {
+    Ok(Tensor::from_vec(values(o), &o.shape()[..], device)?.transpose(1, 2)?)
 }

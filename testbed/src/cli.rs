@@ -12,10 +12,12 @@ use clap::{Args, Parser, Subcommand};
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
 use indicatif::{ProgressBar, ProgressStyle};
+use vc_attention::Recipe;
 use vc_testbed::attention::RowAttention;
 use vc_testbed::bundle::Bundle;
 use vc_testbed::clip::{self, Distance};
 use vc_testbed::picture::{self, Dot};
+use vc_testbed::probe;
 use vc_testbed::record::{self, Entry, Record};
 use vc_testbed::row::{self, Row};
 use vc_testbed::sampler::Sampler;
@@ -41,6 +43,8 @@ enum Command {
     Generate(Generate),
     /// Print the table of measurements made earlier, rows over all prompts.
     Table(Summarize),
+    /// Show where recipes lose: errors by step and by layer along the reference's trajectory, call by call.
+    Probe(Probe),
     /// Check this port of the model against what PyTorch made: states and clips at the noise floor of BF16.
     Check(Check),
 }
@@ -84,6 +88,16 @@ struct Summarize {
 }
 
 #[derive(Args)]
+struct Probe {
+    /// Recipes, separated by commas or given several times.
+    #[arg(short, long = "recipe", value_delimiter = ',', required = true, value_name = "RECIPE")]
+    recipes: Vec<String>,
+    /// Steps, out of those whose state the reference has.
+    #[arg(long, value_delimiter = ',', default_values_t = probe::STEPS, value_name = "N")]
+    steps: Vec<usize>,
+}
+
+#[derive(Args)]
 struct Check {
     /// Stop behind this step (the reference has states behind steps 0, 10 and 20, and clips of 40 steps).
     #[arg(long, default_value_t = 40, value_name = "N")]
@@ -108,6 +122,7 @@ pub fn run() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Generate(options) => generate(&options),
         Command::Table(options) => summarize(&options),
+        Command::Probe(options) => show_probe(&options),
         Command::Check(options) => check(&options),
     };
     match done {
@@ -287,6 +302,36 @@ fn table(summaries: &[Summary], against: Option<&str>, markdown: bool) -> Result
     table.load_preset(NOTHING).set_header(head).add_rows(lines);
     table.column_iter_mut().skip(1).for_each(|c| c.set_cell_alignment(CellAlignment::Right));
     Ok(table.to_string())
+}
+
+fn show_probe(options: &Probe) -> Result<()> {
+    let recipes: Vec<Recipe> =
+        options.recipes.iter().map(|name| Ok(Recipe::parse(name)?)).collect::<Result<_>>()?;
+    let bundle = Bundle::open()?;
+    let bar = ProgressBar::new(options.steps.len() as u64);
+    let losses = probe::probe(&bundle, &recipes, &options.steps, |_| bar.inc(1))?;
+    bar.finish_and_clear();
+    let layers = bundle.model.config().depth;
+    let mut head = vec!["rel_l2 x 1e4".to_owned(), "all".into(), "worst tenth".into()];
+    head.extend(options.steps.iter().map(|step| format!("step {step}")));
+    head.extend((0..layers).map(|layer| format!("layer {layer}")));
+    let mut table = Table::new();
+    table.load_preset(NOTHING).set_header(head);
+    for (i, recipe) in recipes.iter().enumerate() {
+        let loss = |matches: &dyn Fn(usize, usize) -> bool| {
+            probe::total(&losses, |&(row, step, layer)| row == i && matches(step, layer))
+        };
+        let figure = |loss: probe::Loss| format!("{:.1}", 1e4 * loss.rel_l2());
+        let all = loss(&|_, _| true);
+        let mut line =
+            vec![recipe.name.clone(), figure(all.clone()), format!("{:.0}%", 100.0 * all.worst_tenth())];
+        line.extend(options.steps.iter().map(|&at| figure(loss(&|step, _| step == at))));
+        line.extend((0..layers).map(|at| figure(loss(&|_, layer| layer == at))));
+        table.add_row(line);
+    }
+    table.column_iter_mut().skip(1).for_each(|c| c.set_cell_alignment(CellAlignment::Right));
+    println!("{table}");
+    Ok(())
 }
 
 /// Noise floor of BF16: PSNR of PyTorch's f32 clips against its bf16 clips is 60.7 dB at least.

@@ -4,13 +4,15 @@
 //! [`bundle`] holds the trained weights and the reference that the port is checked against, [`model`] the network,
 //! [`sampler`] the denoising loop, [`row`] what a line of a table stands for, [`attention`] what the network calls for
 //! it, [`clip`] the distance between two clips, [`record`] measurements on disk, [`statistics`] what they say
-//! together, [`picture`] what a person looks at.
+//! together, [`probe`] where a
+//! recipe loses, [`picture`] what a person looks at.
 
 pub mod attention;
 pub mod bundle;
 pub mod clip;
 pub mod model;
 pub mod picture;
+pub mod probe;
 pub mod prompt;
 pub mod record;
 pub mod row;
