@@ -188,17 +188,40 @@ pub struct Counts {
     pub plain: usize,
 }
 
-/// The grouping of one sampler: decides, runs, and keeps orders; see the [module](self).
-#[derive(Debug)]
-pub struct Schedule<B: Backend> {
+/// The keys of a call as far as a token order is concerned.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Heads {
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Channels of a head.
+    pub head_dim: usize,
+    /// Valid tokens of every batch.
+    pub lens: Vec<usize>,
+}
+
+impl Heads {
+    /// Those of a problem.
+    ///
+    /// # Errors
+    /// When there is not one length a batch, or one is beyond the keys.
+    pub fn of(problem: &Problem) -> Result<Self> {
+        problem.check_lens()?;
+        let [batch, kv_heads, _, head_dim] = problem.k.shape();
+        Ok(Self { kv_heads, head_dim, lens: (0..batch).map(|b| problem.kv_len(b)).collect() })
+    }
+}
+
+/// Decides call by call and remembers what was kept where, whatever that is: the part of a [`Schedule`] for those who
+/// run attention themselves. [`decide`](Self::decide), act on it, [`record`](Self::record).
+#[derive(Clone, Debug)]
+pub struct Sites<K> {
     config: ScheduleConfig,
-    recipe: Recipe,
-    sites: HashMap<Site, State<B::Kept>>,
+    states: HashMap<Site, State<K>>,
     counts: Counts,
 }
 
 /// What is kept of a site.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct State<K> {
     kept: K,
     of: Heads,
@@ -210,20 +233,111 @@ struct State<K> {
     drifted: bool,
 }
 
-/// What an order is valid for.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Heads {
-    kv_heads: usize,
-    head_dim: usize,
-    /// Valid tokens of every batch.
-    lens: Vec<usize>,
+impl<K> Sites<K> {
+    /// Nothing kept yet.
+    ///
+    /// # Errors
+    /// When a choice is outside its range.
+    pub fn new(config: ScheduleConfig) -> Result<Self> {
+        config.validate()?;
+        Ok(Self { config, states: HashMap::new(), counts: Counts::default() })
+    }
+
+    /// The choices.
+    pub fn config(&self) -> &ScheduleConfig {
+        &self.config
+    }
+
+    /// What has been done so far.
+    pub fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    /// Forgets everything, as between two clips.
+    pub fn reset(&mut self) {
+        self.states.clear();
+        self.counts = Counts::default();
+    }
+
+    /// What is kept of a site: what a decision other than [`Source::Cold`] and [`Source::Fixed`] starts from.
+    pub fn kept(&self, site: Site) -> Option<&K> {
+        self.states.get(&site).map(|state| &state.kept)
+    }
+
+    /// Memory of everything that is kept, in bytes; `kept` says what one site's takes.
+    pub fn bytes(&self, kept: impl Fn(&K) -> usize) -> usize {
+        let entry = size_of::<Site>() + size_of::<State<K>>();
+        self.states.values().map(|s| entry + size_of_val(&*s.of.lens) + kept(&s.kept)).sum()
+    }
+
+    /// What a call at this step and site does, for a recipe whose order does or does not come from clusters
+    /// ([`TokenOrder::clusters`](crate::grouping::TokenOrder::clusters)). Nothing is changed.
+    ///
+    /// # Errors
+    /// When the step is not one of the schedule's.
+    pub fn decide(&self, step: usize, site: Site, heads: &Heads, clusters: bool) -> Result<Decision> {
+        if step >= self.config.steps {
+            return Err(Error::Option {
+                option: "step",
+                expected: format!("a step below the schedule's {}", self.config.steps),
+                given: step.to_string(),
+            });
+        }
+        let inside = self.config.window.contains(step);
+        let source = match self.states.get(&site).filter(|state| state.of == *heads) {
+            _ if !clusters => Source::Fixed,
+            None => Source::Cold,
+            Some(state) if state.drifted => Source::Early,
+            // A step before the last grouping begins another clip.
+            Some(state) if inside && step.abs_diff(state.grouped) >= self.config.refresh => {
+                if self.config.warm { Source::Warm } else { Source::Cold }
+            }
+            Some(_) => Source::Reused,
+        };
+        Ok(Decision { source, demean: inside || self.config.demeaning == Demeaning::Always })
+    }
+
+    /// Takes down a call that was carried out: what to keep if it grouped, and the share of the value energy that its
+    /// block means held, for the drift detector.
+    pub fn record(
+        &mut self,
+        step: usize,
+        site: Site,
+        heads: Heads,
+        decision: Decision,
+        kept: Option<K>,
+        share: Option<f64>,
+    ) {
+        if let Some(kept) = kept {
+            self.states.insert(site, State { kept, of: heads, grouped: step, share, drifted: false });
+        } else if let Some(state) = self.states.get_mut(&site)
+            && let (Some(drift), Some(then), Some(now)) = (self.config.drift, state.share, share)
+        {
+            state.drifted = now < drift * then;
+        }
+        *match decision.source {
+            Source::Cold => &mut self.counts.cold,
+            Source::Warm => &mut self.counts.warm,
+            Source::Early => &mut self.counts.early,
+            Source::Reused => &mut self.counts.reused,
+            Source::Fixed => &mut self.counts.fixed,
+        } += 1;
+        self.counts.plain += usize::from(!decision.demean);
+    }
 }
 
-impl Heads {
-    fn of(problem: &Problem) -> Self {
-        let [batch, kv_heads, _, head_dim] = problem.k.shape();
-        Self { kv_heads, head_dim, lens: (0..batch).map(|b| problem.kv_len(b)).collect() }
+impl Source {
+    /// Whether the call groups.
+    pub fn groups(self) -> bool {
+        matches!(self, Source::Cold | Source::Warm | Source::Early)
     }
+}
+
+/// The grouping of one sampler on a [`Backend`]: decides, runs, and keeps orders; see the [module](self).
+#[derive(Debug)]
+pub struct Schedule<B: Backend> {
+    recipe: Recipe,
+    sites: Sites<B::Kept>,
 }
 
 impl<B: Backend> Schedule<B> {
@@ -232,14 +346,13 @@ impl<B: Backend> Schedule<B> {
     /// # Errors
     /// When a choice is outside its range, or the recipe cannot be.
     pub fn new(config: ScheduleConfig, recipe: Recipe) -> Result<Self> {
-        config.validate()?;
         recipe.validate()?;
-        Ok(Self { config, recipe, sites: HashMap::new(), counts: Counts::default() })
+        Ok(Self { sites: Sites::new(config)?, recipe })
     }
 
     /// Its choices.
     pub fn config(&self) -> &ScheduleConfig {
-        &self.config
+        self.sites.config()
     }
 
     /// The recipe of its calls.
@@ -249,53 +362,17 @@ impl<B: Backend> Schedule<B> {
 
     /// What has been done so far.
     pub fn counts(&self) -> Counts {
-        self.counts
+        self.sites.counts()
     }
 
     /// Memory that the kept orders take, in bytes.
     pub fn bytes(&self) -> usize {
-        let entry = size_of::<Site>() + size_of::<State<B::Kept>>();
-        self.sites
-            .values()
-            .map(|s| entry + s.of.lens.len() * size_of::<usize>() + B::kept_bytes(&s.kept))
-            .sum()
+        self.sites.bytes(B::kept_bytes)
     }
 
     /// Forgets everything, as between two clips.
     pub fn reset(&mut self) {
-        self.sites.clear();
-        self.counts = Counts::default();
-    }
-
-    /// What a call at this step and site would do. Nothing is changed.
-    ///
-    /// # Errors
-    /// When the step is not one of the schedule's, or a batch has no length.
-    pub fn decide(&self, step: usize, site: Site, problem: &Problem) -> Result<Decision> {
-        if step >= self.config.steps {
-            return Err(Error::Option {
-                option: "step",
-                expected: format!("a step below the schedule's {}", self.config.steps),
-                given: step.to_string(),
-            });
-        }
-        problem.check_lens()?;
-        let inside = self.config.window.contains(step);
-        let source = if self.recipe.grouping.order.clusters() {
-            match self.sites.get(&site).filter(|state| state.of == Heads::of(problem)) {
-                None => Source::Cold,
-                Some(state) if state.drifted => Source::Early,
-                // A step before the last grouping begins another clip.
-                Some(state) if inside && step.abs_diff(state.grouped) >= self.config.refresh => {
-                    if self.config.warm { Source::Warm } else { Source::Cold }
-                }
-                Some(_) => Source::Reused,
-            }
-        } else {
-            Source::Fixed
-        };
-        let demean = inside || self.config.demeaning == Demeaning::Always;
-        Ok(Decision { source, demean })
+        self.sites.reset();
     }
 
     /// Attention of `problem` at step `step` (from 0) and `site`, on the order that the schedule decides.
@@ -303,7 +380,7 @@ impl<B: Backend> Schedule<B> {
     /// The tensors of a site may change their number of tokens or heads, which groups anew.
     ///
     /// # Errors
-    /// As [`Schedule::decide`], and those of [`crate::run`]; a call that fails leaves the kept orders as they were.
+    /// As [`Sites::decide`], and those of [`crate::run`]; a call that fails leaves the kept orders as they were.
     pub fn attend(
         &mut self,
         backend: &B,
@@ -335,48 +412,30 @@ impl<B: Backend> Schedule<B> {
                 reason: format!("its token order is not that of the schedule's recipe, `{}`", self.recipe.name),
             });
         }
-        let mut decision = self.decide(step, site, problem)?;
-        let recipe = Recipe { demean: recipe.demean && decision.demean, ..recipe.clone() };
-        decision.demean = recipe.demean;
+        let heads = Heads::of(problem)?;
+        let mut decision = self.sites.decide(step, site, &heads, recipe.grouping.order.clusters())?;
+        decision.demean &= recipe.demean;
+        let recipe = Recipe { demean: decision.demean, ..recipe.clone() };
         let plan = Plan::new(problem, &recipe, options)?;
         let start = Instant::now();
-        let known = self.sites.get(&site);
-        let restore = || known.map(|s| backend.restore(&plan, problem, &s.kept)).transpose();
+        let warm = self.sites.config.warm;
+        let restore =
+            || self.sites.kept(site).map(|kept| backend.restore(&plan, problem, kept)).transpose();
         let order = match decision.source {
             Source::Reused => restore()?,
-            Source::Warm => Some(backend.group(&plan, problem, restore()?.as_ref())?),
-            Source::Early if self.config.warm => Some(backend.group(&plan, problem, restore()?.as_ref())?),
-            Source::Early | Source::Cold | Source::Fixed => None,
+            Source::Early | Source::Warm if warm => {
+                Some(backend.group(&plan, problem, restore()?.as_ref())?)
+            }
+            _ => None,
         };
         let order = match order {
             Some(order) => order,
             None => backend.group(&plan, problem, None)?,
         };
-        let fresh = matches!(decision.source, Source::Cold | Source::Warm | Source::Early);
-        let kept = if fresh { Some(backend.keep(&order)?) } else { None };
+        let kept = decision.source.groups().then(|| backend.keep(&order)).transpose()?;
         let group = start.elapsed();
         let run = run_on_order(backend, &plan, problem, order)?;
-        let share = run.report.mean_share;
-        if let Some(kept) = kept {
-            let of = Heads::of(problem);
-            self.sites.insert(site, State { kept, of, grouped: step, share, drifted: false });
-        } else if let Some(state) = self.sites.get_mut(&site)
-            && let (Some(drift), Some(then), Some(now)) = (self.config.drift, state.share, share)
-        {
-            state.drifted = now < drift * then;
-        }
-        self.count(decision);
+        self.sites.record(step, site, heads, decision, kept, run.report.mean_share);
         Ok(Scheduled { output: run.output, report: Report { group, ..run.report }, decision })
-    }
-
-    fn count(&mut self, decision: Decision) {
-        *match decision.source {
-            Source::Cold => &mut self.counts.cold,
-            Source::Warm => &mut self.counts.warm,
-            Source::Early => &mut self.counts.early,
-            Source::Reused => &mut self.counts.reused,
-            Source::Fixed => &mut self.counts.fixed,
-        } += 1;
-        self.counts.plain += usize::from(!decision.demean);
     }
 }
