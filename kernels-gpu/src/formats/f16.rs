@@ -40,6 +40,6 @@ pub fn fma(a: f32, b: f32, c: f32) -> f32 {
     // Away from zero when the exact sum is. Infinities and NaN have an error of NaN and stay.
     let toward = if (error > 0.0) == (sum > 0.0) { 1 } else { u32::MAX };
     let bits = sum.to_bits();
-    let inexact = (error > 0.0 || error < 0.0) && bits & 1 == 0;
+    let inexact = error.abs() > 0.0 && bits & 1 == 0;
     round(f32::from_bits(if inexact { bits.wrapping_add(toward) } else { bits }))
 }
