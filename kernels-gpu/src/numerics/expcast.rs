@@ -155,8 +155,8 @@ pub const QUADRATIC_UNIT: f32 = 724.0 * SUBNORMAL;
 const QUADRATIC_OCTAVE: f32 = 8.0 * 724.0;
 const QUADRATIC_PER_OCTAVE: f32 = 1448.0 / 8_388_608.0;
 
-/// Where the max sits in the quadratic encoder, in [`QUADRATIC_UNIT`]s: 4.64 below a boundary. The 4 puts the
-/// octaves of the scores on those of the codes, the 0.64 takes out the error's mean.
+/// Where the row's max sits in the quadratic encoder, -4.64 [`QUADRATIC_UNIT`]s: there it gets [`MAX_CODE`], and the
+/// mean ratio of decoded to exact weights is 1. A shift of a whole row changes nothing else.
 const QUADRATIC_ZERO: f32 = -3360.0 * SUBNORMAL;
 
 /// The addend of a row for the quadratic encoder, `m` the row's max in code units, `beta` an offset in codes.
