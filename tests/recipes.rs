@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use vc_attention::grouping::TokenOrder;
 use vc_attention::recipe::{
-    Encoder, MODIFIERS, Probabilities, QkFormat, RowSums, ScoreType, VFormat, baselines, vc,
+    Encoder, ExactScores, MODIFIERS, Probabilities, QkFormat, RowSums, ScoreType, VFormat, baselines, vc,
 };
 use vc_attention::{Error, Recipe};
 
@@ -64,7 +64,8 @@ fn the_eleven_are_what_the_table_says() {
     }
     assert_eq!(baselines::sage2().p, Probabilities::E4m3 { peak: 448.0 });
     assert_eq!(baselines::fp8().p, Probabilities::E4m3 { peak: 256.0 });
-    let expcast = Probabilities::ExpCast { beta: -0.484375, encoder: Encoder::Packed };
+    let expcast =
+        Probabilities::ExpCast { beta: -0.484375, encoder: Encoder::Packed, exact: ExactScores::None };
     for recipe in [vc::vc8_expcast(), vc::vc8_fp8qk(), vc::vc16_expcast()] {
         assert_eq!(recipe.p, expcast);
     }
@@ -77,7 +78,11 @@ fn modifiers_change_what_they_name() {
     assert_eq!(recipe.grouping.order, TokenOrder::Cube);
     assert_eq!(
         recipe.p,
-        Probabilities::ExpCast { beta: kernels_gpu::numerics::expcast::PAPER_BETA, encoder: Encoder::Packed }
+        Probabilities::ExpCast {
+            beta: kernels_gpu::numerics::expcast::PAPER_BETA,
+            encoder: Encoder::Packed,
+            exact: ExactScores::None
+        }
     );
 
     let recipe = parse("vc8+k=96+iterations=7+seed=18446744073709551615+order=rounded");
@@ -98,7 +103,28 @@ fn modifiers_change_what_they_name() {
 
     // Formats take effect first, wherever they stand.
     let recipe = parse("vc8+beta=-0.25+encoder=f32+p=expcast");
-    assert_eq!(recipe.p, Probabilities::ExpCast { beta: -0.25, encoder: Encoder::F32 });
+    assert_eq!(
+        recipe.p,
+        Probabilities::ExpCast { beta: -0.25, encoder: Encoder::F32, exact: ExactScores::None }
+    );
+    let recipe = parse("vc16+exact=half+encoder=pinned+beta=-0.75+p=expcast");
+    assert_eq!(
+        recipe.p,
+        Probabilities::ExpCast { beta: -0.75, encoder: Encoder::Pinned, exact: ExactScores::Half }
+    );
+    // The quadratic encoder has a beta of its own, wherever another is given.
+    for (text, beta) in [
+        ("vc16-expcast+encoder=quadratic+exact=3", 0.0),
+        ("vc16-expcast+beta=0.125+encoder=quadratic+exact=3", 0.125),
+    ] {
+        let exact = ExactScores::Near { octaves: 3 };
+        assert_eq!(
+            parse(text).p,
+            Probabilities::ExpCast { beta, encoder: Encoder::Quadratic, exact },
+            "{text}"
+        );
+    }
+    assert_eq!(parse("vc16-expcast+encoder=packed+exact=none").p, vc::EXPCAST);
     let recipe = parse("vc8-fp8qk+qk=f16");
     assert_eq!((recipe.qk, recipe.scores), (QkFormat::F16, ScoreType::F16));
 }
@@ -145,12 +171,12 @@ fn text_that_is_no_recipe() {
     assert_eq!(reason("vc8+k=many"), "`k`: expected a number from 1 to 1024, given `many`");
     assert_eq!(reason("vc8+k=-1"), "`k`: expected a number from 1 to 1024, given `-1`");
     assert_eq!(reason("vc8+seed="), "`seed`: expected a number from 0 to 2^64 - 1, given ``");
-    assert_eq!(reason("vc8-expcast+beta=x"), "`beta`: expected a number between -0.5 and 0.5, given `x`");
+    assert_eq!(reason("vc8-expcast+beta=x"), "`beta`: expected a number between -1 and 0.5, given `x`");
     // A value cannot hold a plus sign.
     assert_eq!(reason("vc8-expcast+beta=+0.2"), "expected `+MODIFIER=VALUE` after the name, given `+0.2`");
     // Every modifier says what it takes.
     for modifier in MODIFIERS {
-        let base = if ["beta", "encoder"].contains(&modifier.name) { "vc8-expcast" } else { "vc8" };
+        let base = if ["beta", "encoder", "exact"].contains(&modifier.name) { "vc8-expcast" } else { "vc8" };
         let reason = reason(&format!("{base}+{}=?", modifier.name));
         assert_eq!(reason, format!("`{}`: expected {}, given `?`", modifier.name, modifier.values));
     }
@@ -183,6 +209,14 @@ fn choices_that_do_not_go_together() {
         ("vc8-expcast+beta=-0.5", "beta: expected -0.5 < beta < 0.5 with the packed encoder"),
         ("vc8-expcast+beta=0.5", "beta: expected -0.5 < beta < 0.5 with the packed encoder"),
         ("vc8-expcast+beta=-0.6+encoder=f32", "beta: expected -0.5 <= beta < 0.5 with the f32 encoder"),
+        ("vc8-expcast+beta=-1.01+encoder=pinned", "beta: expected -1 <= beta < 0.5 with the pinned encoder"),
+        ("vc8-expcast+beta=0.5+encoder=pinned", "beta: expected -1 <= beta < 0.5 with the pinned encoder"),
+        ("vc8-expcast+beta=-0.2+encoder=quadratic", "expected -0.2 < beta < 0.5 with the quadratic encoder"),
+        ("vc8-expcast+beta=0.5+encoder=quadratic", "expected -0.2 < beta < 0.5 with the quadratic encoder"),
+        ("vc8-expcast+beta=NaN+encoder=quadratic", "given NaN"),
+        ("vc8+exact=half", "`exact` needs ExpCast"),
+        ("vc8-expcast+exact=0", "`exact` is 1 to 16 octaves, given 0"),
+        ("vc8-expcast+exact=17", "`exact` is 1 to 16 octaves, given 17"),
         ("vc8-expcast+beta=NaN", "given NaN"),
         ("vc8-expcast+beta=-inf", "given -inf"),
     ] {
@@ -193,6 +227,11 @@ fn choices_that_do_not_go_together() {
         "vc8-expcast+beta=-0.5+encoder=f32",
         "vc8-expcast+beta=-0.499",
         "vc8-expcast+beta=0.499",
+        "vc8-expcast+beta=-1+encoder=pinned",
+        "vc16-expcast+encoder=quadratic",
+        "vc8-expcast+exact=1",
+        "vc8-expcast+exact=16",
+        "vc8-fp8qk+exact=quarter",
         "vc8-expcast+v=f32",
         "vc4+v=f32",
         "vc8+p=f32",

@@ -28,6 +28,9 @@ pub struct Observed {
     pub max_score: f32,
     /// (batch, kv head) pairs whose scores left the range of f16 accumulators and ran with f32 ones.
     pub f32_fallbacks: usize,
+    /// Share of the blocks of 16 rows and 128 keys that ran with exact exponentials because a score lay near its
+    /// row's maximum ([`ExactScores::Near`](crate::recipe::ExactScores::Near)); 0 under every other recipe.
+    pub exact_share: f64,
 }
 
 /// The stages of a call. `prepare_*` turn tensors into low-bit operands, `attend` runs the fused loop on them.

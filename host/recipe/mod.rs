@@ -55,21 +55,47 @@ pub enum Probabilities {
     ExpCast {
         /// Offset in codes.
         beta: f32,
-        /// Arithmetic of the multiply-add.
+        /// Arithmetic from score to byte.
         encoder: Encoder,
+        /// Scores that get an exact exponential all the same.
+        exact: ExactScores,
     },
     /// NVFP4 with two scale levels (SageAttention3): the row so that its maximum is 448 * 6, then E4M3 per 16.
     Nvfp4,
 }
 
-/// Arithmetic in which ExpCast writes its byte.
+/// Arithmetic in which ExpCast writes its byte (`docs/expcast.md` has costs and row bounds).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Encoder {
     /// One fused multiply-add in f32 (the paper's).
     F32,
     /// Two f16x2 adds (ours): the running maximum plus beta, then 1144 to round to whole codes.
     Packed,
+    /// Four f16x2 instructions (ours): the row maximum keeps code 120, beta comes in over the first code below it.
+    Pinned,
+    /// Five f16x2 instructions (ours): a parabola in every octave instead of a line, nearly exp-then-cast.
+    Quadratic,
 }
+
+/// Which scores get an exact exponential, rounded to E4M3, beside ExpCast.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ExactScores {
+    /// None.
+    None,
+    /// Those of every [`WARP_ROWS`] x 128 block in which some row has a score within this many octaves of its
+    /// running maximum, the block's own scores included: what a warp can decide as it meets the block.
+    Near {
+        /// 1 to 16.
+        octaves: u8,
+    },
+    /// Keys 8 to 15 of every 16: every other score register of a warpgroup.
+    Half,
+    /// Keys 24 to 31 of every 32.
+    Quarter,
+}
+
+/// Query rows of a warp of the Hopper kernel.
+pub const WARP_ROWS: usize = 16;
 
 /// How V (or its residual) is quantized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -1,7 +1,5 @@
 //! `NAME[+MODIFIER=VALUE]...` to a [`Recipe`].
 
-use kernels_gpu::numerics::expcast::PACKED_BETA;
-
 use super::*;
 use crate::error::{Error, Result};
 use crate::grouping::TokenOrder;
@@ -110,21 +108,39 @@ pub const MODIFIERS: &[Modifier] = &[
         set: |r, v| v.parse().map(|seed| r.grouping.seed = seed).map_err(|_| Misfit::Value),
     },
     Modifier {
-        name: "beta",
-        values: "a number between -0.5 and 0.5",
-        about: "offset of ExpCast, in codes",
+        name: "encoder",
+        values: "f32|packed|pinned|quadratic",
+        about: "arithmetic of ExpCast; quadratic comes with a beta of 0",
         set: |r, v| {
-            let given = v.parse().map_err(|_| Misfit::Value)?;
-            expcast(r).map(|(beta, _)| *beta = given)
+            let (beta, encoder, _) = expcast(r)?;
+            choose(encoder, v, ENCODER)?;
+            if *encoder == Encoder::Quadratic {
+                *beta = 0.0;
+            }
+            Ok(())
         },
     },
     Modifier {
-        name: "encoder",
-        values: "f32|packed",
-        about: "arithmetic of ExpCast",
+        name: "beta",
+        values: "a number between -1 and 0.5",
+        about: "offset of ExpCast, in codes",
         set: |r, v| {
-            let names = &[("f32", Encoder::F32), ("packed", Encoder::Packed)];
-            expcast(r).and_then(|(_, encoder)| choose(encoder, v, names))
+            let given = v.parse().map_err(|_| Misfit::Value)?;
+            expcast(r).map(|(beta, ..)| *beta = given)
+        },
+    },
+    Modifier {
+        name: "exact",
+        values: "none|half|quarter|a number from 1 to 16",
+        about: "scores with an exact exponential under ExpCast: a share of the keys, or the blocks with a score \
+                within so many octaves of its row's maximum",
+        set: |r, v| {
+            let (.., exact) = expcast(r)?;
+            match v.parse() {
+                Ok(octaves) => *exact = ExactScores::Near { octaves },
+                Err(_) => choose(exact, v, EXACT)?,
+            }
+            Ok(())
         },
     },
     Modifier {
@@ -152,9 +168,19 @@ const P: Names<Probabilities> = &[
     ("f32", Probabilities::F32),
     ("e4m3", Probabilities::E4m3 { peak: 256.0 }),
     ("e4m3-448", Probabilities::E4m3 { peak: 448.0 }),
-    ("expcast", Probabilities::ExpCast { beta: PACKED_BETA, encoder: Encoder::Packed }),
+    ("expcast", vc::EXPCAST),
     ("nvfp4", Probabilities::Nvfp4),
 ];
+
+const ENCODER: Names<Encoder> = &[
+    ("f32", Encoder::F32),
+    ("packed", Encoder::Packed),
+    ("pinned", Encoder::Pinned),
+    ("quadratic", Encoder::Quadratic),
+];
+
+const EXACT: Names<ExactScores> =
+    &[("none", ExactScores::None), ("half", ExactScores::Half), ("quarter", ExactScores::Quarter)];
 
 const V: Names<VFormat> = &[
     ("f32", VFormat::F32),
@@ -177,9 +203,9 @@ fn choose<T: Copy>(field: &mut T, value: &str, names: &[(&str, T)]) -> Result<()
     Ok(())
 }
 
-fn expcast(recipe: &mut Recipe) -> Result<(&mut f32, &mut Encoder), Misfit> {
+fn expcast(recipe: &mut Recipe) -> Result<(&mut f32, &mut Encoder, &mut ExactScores), Misfit> {
     match &mut recipe.p {
-        Probabilities::ExpCast { beta, encoder } => Ok((beta, encoder)),
+        Probabilities::ExpCast { beta, encoder, exact } => Ok((beta, encoder, exact)),
         _ => Err(Misfit::Needs("ExpCast: a recipe that has it, or `p=expcast`")),
     }
 }

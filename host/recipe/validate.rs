@@ -10,6 +10,9 @@ const MAX_CLUSTERS: usize = 1024;
 /// Most iterations of a k-means; it has long converged by then.
 const MAX_ITERATIONS: usize = 1000;
 
+/// Octaves below the row maximum in which E4M3 probabilities of 256 are normal numbers or nearly so.
+const MAX_OCTAVES: u8 = 16;
+
 impl Recipe {
     /// Whether the choices go together; those of every named recipe do.
     ///
@@ -20,7 +23,9 @@ impl Recipe {
     /// - Under ExpCast the code of a row's maximum, `rne(120 + beta)`, has to be 120: beta lies in (-0.5, 0.5). At
     ///   119 the largest weight of every row would decode to 240 instead of 256. The f32 encoder also takes -0.5
     ///   itself, since 119.5 rounds to the even 120; the packed one rounds `beta - m` to f16 first, which then
-    ///   falls on 119 for some maxima.
+    ///   falls on 119 for some maxima. The pinned one keeps 120 by construction and takes -1 to 0.5; the quadratic
+    ///   one has its offset built in, 0.27 above the cliff, and takes (-0.2, 0.5).
+    /// - Blocks with exact scores lie within 1 to 16 octaves of the row maximum.
     /// - E4M3 probabilities peak at 256 or 448.
     /// - The numbers of clusters (1 to 1024) and iterations (1 to 1000) are for orders that cluster; `balanced`
     ///   has one cluster a block and takes no number of its own.
@@ -73,7 +78,12 @@ impl Recipe {
             Probabilities::Nvfp4 if !nvfp4_v => {
                 Err(format!("NVFP4 probabilities need an NVFP4 (or f32) V, given `v={v}`"))
             }
-            Probabilities::ExpCast { beta, encoder } => check_beta(beta, encoder),
+            Probabilities::ExpCast { exact: ExactScores::Near { octaves }, .. }
+                if !(1..=MAX_OCTAVES).contains(&octaves) =>
+            {
+                Err(format!("`exact` is 1 to {MAX_OCTAVES} octaves, given {octaves}"))
+            }
+            Probabilities::ExpCast { beta, encoder, .. } => check_beta(beta, encoder),
             Probabilities::E4m3 { .. } | Probabilities::Nvfp4 => Ok(()),
         }
     }
@@ -106,19 +116,17 @@ impl Recipe {
 }
 
 fn check_beta(beta: f32, encoder: Encoder) -> Result<(), String> {
-    let lowest = match encoder {
-        Encoder::F32 => beta >= -0.5,
-        Encoder::Packed => beta > -0.5,
+    let (fits, range) = match encoder {
+        Encoder::F32 => ((-0.5..0.5).contains(&beta), "-0.5 <= beta < 0.5 with the f32 encoder"),
+        Encoder::Packed => (beta > -0.5 && beta < 0.5, "-0.5 < beta < 0.5 with the packed encoder"),
+        Encoder::Pinned => ((-1.0..0.5).contains(&beta), "-1 <= beta < 0.5 with the pinned encoder"),
+        Encoder::Quadratic => (beta > -0.2 && beta < 0.5, "-0.2 < beta < 0.5 with the quadratic encoder"),
     };
-    if lowest && beta < 0.5 {
+    if fits {
         return Ok(());
     }
-    let range = match encoder {
-        Encoder::F32 => "-0.5 <= beta < 0.5 with the f32 encoder",
-        Encoder::Packed => "-0.5 < beta < 0.5 with the packed encoder",
-    };
     Err(format!(
-        "beta: expected {range}, so that the code of a row's maximum, 120 + beta, rounds to 120 (at 119 the \
-         largest weight of every row would decode to 240 instead of 256), given {beta}"
+        "beta: expected {range}, so that the code of a row's maximum is 120 (at 119 the largest weight of every \
+         row would decode to 240 instead of 256), given {beta}"
     ))
 }

@@ -4,6 +4,10 @@ pub use kernels_gpu::numerics::expcast::PACKED_BETA;
 
 use super::*;
 
+/// Our ExpCast: the packed encoder at its own beta.
+pub const EXPCAST: Probabilities =
+    Probabilities::ExpCast { beta: PACKED_BETA, encoder: Encoder::Packed, exact: ExactScores::None };
+
 /// V-Smooth with INT8 Q and K and exact exponentials: the paper's most faithful 8-bit configuration.
 pub fn vc8() -> Recipe {
     Recipe {
@@ -24,12 +28,7 @@ pub fn vc8() -> Recipe {
 
 /// [`vc8`] with ExpCast: the paper's fast 8-bit configuration (with our encoder and beta).
 pub fn vc8_expcast() -> Recipe {
-    Recipe {
-        name: "vc8-expcast".into(),
-        p: Probabilities::ExpCast { beta: PACKED_BETA, encoder: Encoder::Packed },
-        row_sums: RowSums::Decoded,
-        ..vc8()
-    }
+    Recipe { name: "vc8-expcast".into(), p: EXPCAST, row_sums: RowSums::Decoded, ..vc8() }
 }
 
 /// E4M3 Q and K with f16 scores: the fastest on Hopper, less accurate than INT8 or FP16.
@@ -44,12 +43,7 @@ pub fn vc16() -> Recipe {
 
 /// [`vc16`] with ExpCast: the balanced default on the CPU and on Hopper.
 pub fn vc16_expcast() -> Recipe {
-    Recipe {
-        name: "vc16-expcast".into(),
-        p: Probabilities::ExpCast { beta: PACKED_BETA, encoder: Encoder::Packed },
-        row_sums: RowSums::Decoded,
-        ..vc16()
-    }
+    Recipe { name: "vc16-expcast".into(), p: EXPCAST, row_sums: RowSums::Decoded, ..vc16() }
 }
 
 /// V-Smooth at 4 bits: NVFP4 everywhere, row sums of the quantized probabilities.

@@ -3,14 +3,22 @@
 
 mod common;
 
-use common::{Noise, f16_of_fixed_point, finite_f16, fixed_point};
+use common::{Noise, f16_fma_exact, f16_of_fixed_point, finite_f16, fixed_point};
 use half::f16;
 use kernels_gpu::formats::e4m3;
 use kernels_gpu::numerics::expcast::{
     MAX_CODE, PACKED_BETA, PAPER_BETA, UNDERFLOW_UNITS, code, code_from_units, exp_then_cast, packed_bias,
-    packed_code, packed_value, value_from_units,
+    packed_code, packed_value, pinned_code, pinned_value, quadratic_bias, quadratic_code,
+    quadratic_reference, quadratic_value, value_from_units,
 };
 use proptest::prelude::*;
+
+/// Largest total variation of a row under the quadratic encoder without underflow, maxima below 1024 code units.
+const QUADRATIC_BOUND: f64 = 0.0306;
+
+/// Total variation under the pinned encoder: beta, and between what the bound lies.
+const PINNED_BOUNDS: [(f32, f64, f64); 3] =
+    [(-0.5625, 0.0374, 0.0376), (-0.75, 0.0376, 0.0379), (-1.0, 0.0384, 0.0387)];
 
 /// `c(u)` from its definition: the sum in one rounding to f32, then the standard library's rounding.
 fn code_oracle(t: f32, beta: f32) -> u8 {
@@ -312,5 +320,200 @@ fn encoders_differ_more_often_for_large_maxima() {
         }
         let measured = f64::from(differ) / f64::from(total);
         assert!((measured - share).abs() < 0.05 * share, "|m| in [{from}, {to}): {measured}");
+    }
+}
+
+/// The bound on a row's total variation over every binary16 score within 111 code units of a max (one short of
+/// [`UNDERFLOW_UNITS`], which the rounding of an addend may move), the worst over every 67th max below `largest`.
+fn worst_bound(largest: f32, value: impl Fn(f32, f32) -> f32) -> f64 {
+    let all: Vec<f32> = finite_f16().collect();
+    let mut worst = 0f64;
+    for &m in all.iter().filter(|m| m.abs() < largest).step_by(67) {
+        let (mut low, mut high) = (f64::INFINITY, 0f64);
+        for &s in all.iter().filter(|&&s| s <= m && s - m >= UNDERFLOW_UNITS + 1.0) {
+            let ratio = f64::from(value(s, m)) / (f64::from(s - m) / 8.0 + 8.0).exp2();
+            (low, high) = (low.min(ratio), high.max(ratio));
+        }
+        worst = worst.max(variation_bound(low, high));
+    }
+    worst
+}
+
+/// The five instructions of the quadratic encoder in exact arithmetic.
+fn quadratic_oracle(s: f32, m: f32) -> u8 {
+    let unit = 2f32.powi(-24);
+    let n = f16_fma_exact(-724.0 * unit, m, -3360.0 * unit);
+    let x = f16_fma_exact(s, 724.0 * unit, n);
+    let r = f16_fma_exact(x, 1448.0 * 2f32.powi(-23), -2.0 * unit);
+    let e = f16_fma_exact(r, -5792.0, x);
+    let z = f16_fma_exact(r, 8.0, 132.0 * unit);
+    // Bits of a subnormal are its multiple of 2^-24.
+    f16::from_f32(f16_fma_exact(e, e, z).clamp(0.0, 1.0)).to_bits() as u8
+}
+
+#[test]
+fn quadratic_encoder_equals_exact_arithmetic_for_every_max() {
+    let mut noise = Noise::new(7);
+    for m in finite_f16().filter(|m| m.abs() < 1024.0) {
+        let n = quadratic_bias(m, 0.0);
+        for s in scores_below(m, &mut noise, 24, 140.0).chain([m]) {
+            let byte = quadratic_code(s, n);
+            assert_eq!(byte, quadratic_oracle(s, m), "s = {s}, m = {m}");
+            assert_eq!(quadratic_value(s, n).to_bits(), e4m3::decode(byte).to_bits());
+        }
+    }
+}
+
+#[test]
+fn quadratic_encoder_puts_small_row_maxima_on_120() {
+    for m in finite_f16().filter(|m| m.abs() < 256.0) {
+        assert_eq!(quadratic_code(m, quadratic_bias(m, 0.0)), MAX_CODE, "m = {m}");
+    }
+    // Beyond, the addend's rounding is a good part of a code; the whole row moves with it, and the reference says so.
+    for m in finite_f16().filter(|m| m.abs() < 1024.0) {
+        let n = quadratic_bias(m, 0.0);
+        let (byte, reference) = (quadratic_code(m, n), quadratic_reference(n, 0.0));
+        assert!((MAX_CODE - 1..=MAX_CODE).contains(&byte), "m = {m}: {byte}");
+        assert!((reference - m).abs() <= 0.36, "m = {m}: {reference}");
+        let ratio = f64::from(quadratic_value(m, n)) / (f64::from(m - reference) / 8.0 + 8.0).exp2();
+        assert!((0.94..1.07).contains(&ratio), "m = {m}: {ratio}");
+    }
+}
+
+#[test]
+fn quadratic_codes_rise_with_the_score() {
+    let mut scores: Vec<f32> = finite_f16().collect();
+    scores.sort_by(f32::total_cmp);
+    for m in [-500.0, -100.0, -3.75, 0.0, 0.1, 7.5, 63.0, 400.0, 900.0].map(|m| f16::from_f32(m).to_f32()) {
+        let n = quadratic_bias(m, 0.0);
+        let codes: Vec<u8> = scores.iter().take_while(|&&s| s <= m).map(|&s| quadratic_code(s, n)).collect();
+        assert!(codes.is_sorted(), "m = {m}");
+        assert_eq!(codes[0], 0);
+    }
+}
+
+/// The parabola is the chord's better: exp-then-cast has 2.943%, ExpCast 3.637%.
+#[test]
+fn quadratic_rows_stay_near_the_bound_of_exp_then_cast() {
+    let bound = |largest| worst_bound(largest, |s, m| quadratic_value(s, quadratic_bias(m, 0.0)));
+    let (small, large) = (bound(64.0), bound(1024.0));
+    assert!((0.0294..QUADRATIC_BOUND).contains(&small), "{small}");
+    assert!((0.0294..QUADRATIC_BOUND).contains(&large), "{large}");
+}
+
+#[test]
+fn quadratic_codes_are_mostly_those_of_exp_then_cast() {
+    let (n, mut same, mut total, mut ratio) = (quadratic_bias(0.0, 0.0), 0u32, 0u32, 0.0);
+    for u in octave().map(|u| f16::from_f64(8.0 * u).to_f32() / 8.0) {
+        let (ours, theirs) = (quadratic_code(8.0 * u, n), exp_then_cast_f64(f64::from(u)));
+        assert!(ours.abs_diff(theirs) <= 1, "u = {u}: {ours} and {theirs}");
+        (same, total) = (same + u32::from(ours == theirs), total + 1);
+        ratio += f64::from(e4m3::decode(ours)) / f64::from(u + 8.0).exp2();
+    }
+    let (share, mean) = (f64::from(same) / f64::from(total), ratio / f64::from(total));
+    assert!((share - 0.929).abs() < 0.01, "{share}");
+    assert!((mean - 1.0).abs() < 1e-3, "the mean weight is right: {mean}");
+}
+
+#[test]
+fn pinned_encoder_keeps_every_row_maximum_on_120() {
+    for m in finite_f16() {
+        for beta in [-1.0, -0.5625, -0.5, 0.0, 0.4375] {
+            assert_eq!(pinned_code(m, m, beta), MAX_CODE, "m = {m}, beta {beta}");
+        }
+    }
+}
+
+#[test]
+fn pinned_encoder_is_its_definition_and_beta_is_whole_below_the_first_code() {
+    let mut noise = Noise::new(8);
+    for m in finite_f16().filter(|m| m.abs() < 1024.0) {
+        for beta in [-1.0, -0.5625, PACKED_BETA, 0.25] {
+            for s in scores_below(m, &mut noise, 12, 140.0) {
+                let x = f16_of_fixed_point(fixed_point(s) - fixed_point(m));
+                let y = f16_fma_exact((-x).clamp(0.0, 1.0), beta, x);
+                let byte = (120.0 + f64::from(y)).round_ties_even().clamp(0.0, 120.0) as u8;
+                assert_eq!(pinned_code(s, m, beta), byte, "s = {s}, m = {m}, beta {beta}");
+                assert_eq!(pinned_value(s, m, beta).to_bits(), e4m3::decode(byte).to_bits());
+                let plain = code_from_units(x, beta);
+                assert!(x > -1.0 || plain.abs_diff(byte) <= 1, "s = {s}, m = {m}: {plain} and {byte}");
+            }
+        }
+    }
+}
+
+/// Below the first code the bound is that of the plain encoder at the same beta, and the max, exact by
+/// construction, lies inside it as long as what beta adds elsewhere does not leave the max outside.
+#[test]
+fn pinned_rows_keep_the_bound_of_expcast_while_beta_is_small() {
+    for (beta, low, high) in PINNED_BOUNDS {
+        let bound = worst_bound(64.0, |s, m| pinned_value(s, m, beta));
+        assert!((low..high).contains(&bound), "beta {beta}: {bound}");
+    }
+}
+
+#[test]
+fn the_packed_encoders_write_zero_for_masked_and_missing_scores() {
+    for m in [-900.0, 0.0, 3.5, 900.0] {
+        let n = quadratic_bias(m, 0.0);
+        for s in [f32::NEG_INFINITY, f32::NAN, -65504.0] {
+            assert_eq!((quadratic_code(s, n), pinned_code(s, m, -0.5)), (0, 0), "s = {s}, m = {m}");
+            assert_eq!(quadratic_value(s, n).to_bits(), 0);
+            assert_eq!(pinned_value(s, m, -0.5).to_bits(), 0);
+        }
+    }
+}
+
+/// The instructions themselves, as a kernel would issue them, on the host.
+#[cfg(feature = "emulation")]
+#[test]
+fn the_instructions_write_the_bytes_of_the_twins() {
+    use kernels_gpu::ptx::f16x2::{add, fma, fma_sat, splat};
+    let half = |x: f32| splat(f16::from_f32(x).to_bits());
+    let (unit, mut noise) = (2f32.powi(-24), Noise::new(9));
+    for m in finite_f16().filter(|m| m.abs() < 1024.0).step_by(3) {
+        let scores: Vec<f32> =
+            scores_below(m, &mut noise, 15, 140.0).chain([m, f32::NEG_INFINITY, -65504.0]).collect();
+        for pair in scores.windows(2) {
+            let [a, b] = [pair[0], pair[1]];
+            let s = u32::from(f16::from_f32(a).to_bits()) | u32::from(f16::from_f32(b).to_bits()) << 16;
+            let bytes = |y: u32| (y as u8, (y >> 16) as u8);
+
+            let n = fma(half(-724.0 * unit), half(m), half(-3360.0 * unit));
+            let x = fma(s, half(724.0 * unit), n);
+            let r = fma(x, half(1448.0 * 2f32.powi(-23)), half(-2.0 * unit));
+            let e = fma(r, half(-5792.0), x);
+            let y = fma_sat(e, e, fma(r, half(8.0), half(132.0 * unit)));
+            let n = quadratic_bias(m, 0.0);
+            assert_eq!(bytes(y), (quadratic_code(a, n), quadratic_code(b, n)), "{a} and {b} under {m}");
+
+            let x = add(s, half(-m));
+            let y = fma(fma_sat(x, half(-1.0), half(0.0)), half(-0.5625), x);
+            let y = fma_sat(y, half(unit), half(120.0 * unit));
+            assert_eq!(
+                bytes(y),
+                (pinned_code(a, m, -0.5625), pinned_code(b, m, -0.5625)),
+                "{a} and {b} under {m}"
+            );
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2000))]
+
+    #[test]
+    fn no_quadratic_row_without_underflow_exceeds_its_bound(
+        row in prop::collection::vec(-14f32..=0.0, 1..200), spread in 0f32..=1.0, m in -60f32..=60.0,
+    ) {
+        let m = f16::from_f32(m).to_f32();
+        let n = quadratic_bias(m, 0.0);
+        let scores = row.iter().map(|u| f16::from_f32(8.0 * u * spread + m).to_f32()).chain([m]);
+        let scores: Vec<f32> = scores.filter(|s| (UNDERFLOW_UNITS..=0.0).contains(&(s - m))).collect();
+        let exact: Vec<f64> = scores.iter().map(|s| (f64::from(s - m) / 8.0).exp2()).collect();
+        let cast: Vec<f64> = scores.iter().map(|&s| f64::from(quadratic_value(s, n))).collect();
+        let (exact_sum, cast_sum) = (exact.iter().sum::<f64>(), cast.iter().sum::<f64>());
+        let tv = exact.iter().zip(&cast).map(|(e, c)| (e / exact_sum - c / cast_sum).abs()).sum::<f64>() / 2.0;
+        prop_assert!(tv <= QUADRATIC_BOUND, "{}", tv);
     }
 }

@@ -3,8 +3,8 @@
 mod common;
 
 use common::{
-    NearestInTable, Noise, f16_of_fixed_point, finite_f16, fixed_point, for_every_magnitude, magnitudes,
-    sample_f32,
+    NearestInTable, Noise, f16_fma_exact, f16_of_fixed_point, finite_f16, fixed_point, for_every_magnitude,
+    magnitudes, sample_f32,
 };
 use half::f16;
 use kernels_gpu::formats::{e2m1, e4m3, f16 as emulated_f16, int8, nvfp4};
@@ -327,4 +327,37 @@ fn nvfp4_input_that_is_not_finite_does_not_vanish() {
         }
     }
     assert_eq!(nvfp4::block_scale(1.0, f32::INFINITY), e4m3::NAN);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200_000))]
+
+    #[test]
+    fn f16_fma_rounds_once(a in any::<u16>(), b in any::<u16>(), c in any::<u16>()) {
+        // Infinities and NaN have all exponent bits set: take one away.
+        let finite = |bits: u16| if bits & 0x7c00 == 0x7c00 { bits ^ 0x4000 } else { bits };
+        let [a, b, c] = [a, b, c].map(|bits| f16::from_bits(finite(bits)).to_f32());
+        prop_assert_eq!(emulated_f16::fma(a, b, c), f16_fma_exact(a, b, c), "{} * {} + {}", a, b, c);
+    }
+
+    /// A product a hair off half a step of the addend, which an f32 in between rounds to the half.
+    #[test]
+    fn f16_fma_rounds_once_near_ties(j in 1i16..12, c in 1024i16..2048, down in any::<bool>()) {
+        // (2^10 + j) (2^10 - j) = 2^20 - j^2.
+        let (a, b) = (f32::from(1024 + j), f32::from(1024 - j) * 2f32.powi(-21));
+        let (a, c) = (if down { -a } else { a }, f32::from(c));
+        for (a, c) in [(a, c), (-a, -c)] {
+            prop_assert_eq!(emulated_f16::fma(a, b, c), f16_fma_exact(a, b, c), "{} * {} + {}", a, b, c);
+        }
+    }
+}
+
+#[test]
+fn f16_fma_knows_infinities_and_nan() {
+    let (inf, nan) = (f32::INFINITY, f32::NAN);
+    assert_eq!(emulated_f16::fma(-inf, 2.0, 1.0), -inf);
+    assert_eq!(emulated_f16::fma(60000.0, 2.0, 0.0), inf);
+    for (a, b, c) in [(inf, 1.0, -inf), (inf, 0.0, 1.0), (nan, 1.0, 1.0), (1.0, 1.0, nan)] {
+        assert!(emulated_f16::fma(a, b, c).is_nan(), "{a} * {b} + {c}");
+    }
 }

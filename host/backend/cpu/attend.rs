@@ -10,7 +10,7 @@ use super::gemm::{Matrix, Write, gemm};
 use super::prepare::{BLOCK, KHead, QHead, VHead};
 use super::simd::vectorized;
 use crate::plan::Plan;
-use crate::recipe::{Encoder, Probabilities, RowSums, ScoreType};
+use crate::recipe::{Encoder, ExactScores, Probabilities, RowSums, ScoreType, WARP_ROWS};
 
 /// Query rows of a tile: as many as share a block mean of Q.
 pub const TILE: usize = BLOCK;
@@ -56,20 +56,29 @@ pub struct TileStats {
     pub range: Range,
 }
 
-/// How far scores went, in code units; NaN once a score was not finite.
+/// How far scores went, in code units; NaN once a score was not finite. And how many took the exact exponential.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Range {
     /// Largest |row maximum|.
     pub row_max: f32,
     /// Largest |partial sum| of f16 accumulators; 0 with f32 ones.
     pub partial: f32,
+    /// Blocks of [`WARP_ROWS`] rows and [`BLOCK`] keys, and those of them that ran exact by [`ExactScores::Near`].
+    pub blocks: u64,
+    /// See `blocks`.
+    pub exact: u64,
 }
 
 impl Range {
     /// The larger of both; the order of merging does not matter.
     pub fn merge(self, other: Range) -> Range {
         let larger = |a, b| if grew(a, b) { b } else { a };
-        Range { row_max: larger(self.row_max, other.row_max), partial: larger(self.partial, other.partial) }
+        Range {
+            row_max: larger(self.row_max, other.row_max),
+            partial: larger(self.partial, other.partial),
+            blocks: self.blocks + other.blocks,
+            exact: self.exact + other.exact,
+        }
     }
 }
 
@@ -102,8 +111,13 @@ pub fn attend_tile(
     for start in (0..keys).step_by(BLOCK) {
         let valid = BLOCK.min(keys - start);
         let partial = score_block(plan, scores, q, k, [first, rows], [start, valid], &mut ws.p, &mut ws.step);
-        range = range.merge(Range { row_max: 0.0, partial });
-        softmax_block(plan, scores, rows, valid, &mut ws.p, &mut state);
+        let exact = softmax_block(plan, scores, rows, valid, &mut ws.p, &mut state);
+        range = range.merge(Range {
+            partial,
+            blocks: rows.div_ceil(WARP_ROWS) as u64,
+            exact,
+            ..Range::default()
+        });
         if start > 0 {
             rescale(numerator, dim, &state.alpha);
         }
@@ -129,7 +143,7 @@ pub fn attend_tile(
         let l = state.sum[i];
         row.iter_mut().zip(a.iter().zip(&v.scale)).for_each(|(o, (a, s))| *o = a / l * s);
         lse[i] = state.max[i] * units::NATS + (l / peak).ln();
-        range = range.merge(Range { row_max: state.max[i].abs(), partial: 0.0 });
+        range = range.merge(Range { row_max: state.max[i].abs(), ..Range::default() });
     }
     TileStats { lse, range }
 }
@@ -245,66 +259,152 @@ fn peak(p: &Probabilities) -> f32 {
     }
 }
 
-/// Scores of one block to probabilities, in place; updates maxima, rescale factors and sums.
+/// Scores of one block to probabilities, in place; updates maxima, rescale factors and sums. Returns how many groups
+/// of [`WARP_ROWS`] rows ran exact because a score lay near its row's maximum.
 ///
 /// A score that is not finite (products that left f32) makes the row's maximum, and with it everything of the
 /// row, NaN: no format of probabilities may swallow it.
-fn softmax_block(plan: &Plan, scores: ScoreType, rows: usize, valid: usize, s: &mut [f32], state: &mut Rows) {
+fn softmax_block(
+    plan: &Plan,
+    scores: ScoreType,
+    rows: usize,
+    valid: usize,
+    s: &mut [f32],
+    state: &mut Rows,
+) -> u64 {
     let peak = peak(&plan.recipe.p);
     let decoded = plan.recipe.row_sums == RowSums::Decoded;
+    let within = match plan.recipe.p {
+        Probabilities::ExpCast { exact: ExactScores::Near { octaves }, .. } => 8.0 * f32::from(octaves),
+        _ => f32::NEG_INFINITY,
+    };
+    let mut exact_groups = 0;
     vectorized(|| {
-        for (i, row) in s.chunks_exact_mut(BLOCK).take(rows).enumerate() {
-            let row = &mut row[..valid];
-            let old = state.max[i];
-            let m = row_max(row, old);
-            state.max[i] = m;
-            state.alpha[i] = exp2((old - m) * 0.125);
-            let exp = |s: f32| exp2((s - m) * 0.125) * peak;
-            let r = match plan.recipe.p {
-                Probabilities::F32 => map_sum(row, |s| pair(exp(s))),
-                Probabilities::E4m3 { .. } if decoded => map_sum(row, |s| pair(e4m3::round(exp(s)))),
-                Probabilities::E4m3 { .. } => map_sum(row, |s| {
-                    let e = exp(s);
-                    (e4m3::round(e), e)
-                }),
-                Probabilities::ExpCast { beta, encoder } => {
-                    // f16 scores are packed as they are; f32 scores after the maximum was subtracted, so that
-                    // their size does not matter.
-                    let n = expcast::packed_bias(m, beta);
-                    match (encoder, scores) {
-                        (Encoder::F32, _) => {
-                            expcast_row(row, decoded, exp, |s| expcast::value_from_units(s - m, beta))
-                        }
-                        (Encoder::Packed, ScoreType::F16) => {
-                            expcast_row(row, decoded, exp, |s| expcast::packed_value(s, n))
-                        }
-                        (Encoder::Packed, ScoreType::F32) => {
-                            expcast_row(row, decoded, exp, |s| expcast::packed_value(f16::round(s - m), beta))
-                        }
+        let groups = s[..rows * BLOCK].chunks_mut(WARP_ROWS * BLOCK);
+        for (first, group) in groups.enumerate().map(|(g, group)| (g * WARP_ROWS, group)) {
+            let mut near = false;
+            for (row, i) in group.chunks_exact(BLOCK).zip(first..) {
+                let (old, here) = (state.max[i], row_max(&row[..valid], f32::NEG_INFINITY));
+                let m = if grew(old, here) { here } else { old };
+                state.max[i] = m;
+                state.alpha[i] = exp2((old - m) * 0.125);
+                near |= here >= m - within;
+            }
+            near &= within > 0.0;
+            exact_groups += u64::from(near);
+            for (row, i) in group.chunks_exact_mut(BLOCK).zip(first..) {
+                let row = &mut row[..valid];
+                let m = state.max[i];
+                let exp = |s: f32| exp2((s - m) * 0.125) * peak;
+                let r = match plan.recipe.p {
+                    Probabilities::F32 => map_sum(row, |s| pair(exp(s))),
+                    Probabilities::E4m3 { .. } => e4m3_row(row, decoded, exp),
+                    Probabilities::ExpCast { beta, encoder, exact } => {
+                        let cast = Cast { exact, near, decoded };
+                        expcast_block(row, m, scores, beta, encoder, cast)
                     }
-                }
-                Probabilities::Nvfp4 => {
-                    let exact = map_sum(row, |s| pair(exp(s)));
-                    nvfp4_row(row);
-                    if decoded { map_sum(row, pair) } else { exact }
-                }
-            };
-            state.block_sum[i] = r;
-            state.sum[i] = state.sum[i] * state.alpha[i] + r;
+                    Probabilities::Nvfp4 => {
+                        let exact = map_sum(row, |s| pair(exp(s)));
+                        nvfp4_row(row);
+                        if decoded { map_sum(row, pair) } else { exact }
+                    }
+                };
+                state.block_sum[i] = r;
+                state.sum[i] = state.sum[i] * state.alpha[i] + r;
+            }
         }
     });
+    exact_groups
+}
+
+/// What becomes of a row under ExpCast.
+#[derive(Clone, Copy)]
+struct Cast {
+    exact: ExactScores,
+    /// Whether the row's group is near its maxima.
+    near: bool,
+    decoded: bool,
+}
+
+/// ExpCast of one row of a block under its running maximum `m`.
+///
+/// f16 scores are packed as they are; f32 scores after the maximum was subtracted, so that their size does not
+/// matter.
+#[inline(always)]
+fn expcast_block(row: &mut [f32], m: f32, scores: ScoreType, beta: f32, encoder: Encoder, cast: Cast) -> f32 {
+    match (encoder, scores) {
+        (Encoder::F32, _) => cast.row(row, m, |s| expcast::value_from_units(s - m, beta)),
+        (Encoder::Packed, ScoreType::F16) => {
+            let n = expcast::packed_bias(m, beta);
+            cast.row(row, beta - n, |s| expcast::packed_value(s, n))
+        }
+        (Encoder::Packed, ScoreType::F32) => {
+            cast.row(row, m, |s| expcast::packed_value(f16::round(s - m), beta))
+        }
+        (Encoder::Pinned, ScoreType::F16) => {
+            let beta = f16::round(beta);
+            cast.row(row, m, |s| expcast::pinned_value(s, m, beta))
+        }
+        (Encoder::Pinned, ScoreType::F32) => {
+            let beta = f16::round(beta);
+            cast.row(row, m, |s| expcast::pinned_value(f16::round(s - m), 0.0, beta))
+        }
+        (Encoder::Quadratic, ScoreType::F16) => {
+            let n = expcast::quadratic_bias(m, beta);
+            cast.row(row, expcast::quadratic_reference(n, beta), |s| expcast::quadratic_value(s, n))
+        }
+        (Encoder::Quadratic, ScoreType::F32) => {
+            let n = expcast::quadratic_bias(0.0, beta);
+            cast.row(row, m, |s| expcast::quadratic_value(f16::round(s - m), n))
+        }
+    }
+}
+
+impl Cast {
+    /// A row by `value`, or by the exponential where it is exact; `reference` is what the codes take for the
+    /// maximum, and the exponentials with them. Returns the row sum.
+    #[inline(always)]
+    fn row(self, row: &mut [f32], reference: f32, value: impl Fn(f32) -> f32) -> f32 {
+        let exp =
+            |s: f32| exp2((s - reference) * 0.125) * e4m3::decode_magnitude(u32::from(expcast::MAX_CODE));
+        let cast_row = |row: &mut [f32]| {
+            if self.decoded { map_sum(row, |s| pair(value(s))) } else { map_sum(row, |s| (value(s), exp(s))) }
+        };
+        let period = match self.exact {
+            ExactScores::Near { .. } if self.near => return e4m3_row(row, self.decoded, exp),
+            ExactScores::None | ExactScores::Near { .. } => return cast_row(row),
+            ExactScores::Half => 2,
+            ExactScores::Quarter => 4,
+        };
+        // A register of scores holds keys of one group of eight.
+        let registers = row.chunks_mut(8).enumerate();
+        registers
+            .map(
+                |(i, keys)| {
+                    if i % period == period - 1 { e4m3_row(keys, self.decoded, exp) } else { cast_row(keys) }
+                },
+            )
+            .sum()
+    }
+}
+
+/// Exponentials of a row rounded to E4M3, with the sum of what was rounded to or from.
+#[inline(always)]
+fn e4m3_row(row: &mut [f32], decoded: bool, exp: impl Fn(f32) -> f32) -> f32 {
+    if decoded {
+        map_sum(row, |s| pair(e4m3::round(exp(s))))
+    } else {
+        map_sum(row, |s| {
+            let e = exp(s);
+            (e4m3::round(e), e)
+        })
+    }
 }
 
 /// A value that is both written and added up.
 #[inline(always)]
 fn pair(x: f32) -> (f32, f32) {
     (x, x)
-}
-
-/// ExpCast of a row, with the sum of the decoded bytes or of the exponentials.
-#[inline(always)]
-fn expcast_row(row: &mut [f32], decoded: bool, exp: impl Fn(f32) -> f32, value: impl Fn(f32) -> f32) -> f32 {
-    if decoded { map_sum(row, |s| pair(value(s))) } else { map_sum(row, |s| (value(s), exp(s))) }
 }
 
 /// NVFP4 with an E4M3 scale per 16 keys; the row's own scale is in its peak already.

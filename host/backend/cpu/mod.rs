@@ -326,7 +326,8 @@ impl Backend for Cpu {
         }
         let shape = [shape.batch, shape.q_heads, shape.q_tokens, d];
         let o = Tensor::from_bhsd(o, shape, plan.dtype, Layout::Bhsd);
-        let observed = Observed { max_score: range.row_max, f32_fallbacks };
+        let exact_share = range.exact as f64 / range.blocks.max(1) as f64;
+        let observed = Observed { max_score: range.row_max, f32_fallbacks, exact_share };
         Ok(Output { o, lse: plan.options.lse.then_some(lse), observed })
     }
 

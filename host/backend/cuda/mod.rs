@@ -293,7 +293,7 @@ impl Backend for Cuda {
         Ok(Output {
             o: Tensor::from_bhsd(o, shape, plan.dtype, Layout::Bhsd),
             lse,
-            observed: Observed { max_score: observed.max_score, f32_fallbacks: 0 },
+            observed: Observed { max_score: observed.max_score, f32_fallbacks: 0, exact_share: 0.0 },
         })
     }
 

@@ -11,8 +11,8 @@ use super::workspace::{Layout, Section, Workspace};
 use crate::error::{Error, Result};
 use crate::grouping::{COLD_ITERATIONS, TOKENS_PER_CLUSTER, TokenOrder, WARM_ITERATIONS, default_clusters};
 use crate::problem::Shape;
-use crate::recipe::vc::PACKED_BETA;
-use crate::recipe::{Encoder, Probabilities, QkFormat, Recipe, RowSums, ScoreType, VFormat};
+use crate::recipe::vc::EXPCAST;
+use crate::recipe::{Probabilities, QkFormat, Recipe, RowSums, ScoreType, VFormat};
 use crate::tensor::DType;
 
 /// Channels that the kernels work on; smaller heads are padded with zeros.
@@ -872,11 +872,7 @@ fn names(spec: &Spec) -> Result<Names> {
         _ => return refuse("this format of Q and K (they take f16 or e4m3-head, with f16 scores)"),
     };
     let p = match recipe.p {
-        Probabilities::ExpCast { beta: PACKED_BETA, encoder: Encoder::Packed }
-            if recipe.row_sums == RowSums::Decoded =>
-        {
-            "expcast"
-        }
+        p if p == EXPCAST && recipe.row_sums == RowSums::Decoded => "expcast",
         Probabilities::E4m3 { peak: 256.0 } if recipe.row_sums == RowSums::Exact => "exp2",
         _ => {
             return refuse(

@@ -26,3 +26,20 @@ pub fn round(x: f32) -> f32 {
     let value = if value < 65536.0 { value.to_bits() as i32 } else { beyond };
     f32::from_bits((value | bits & !MAGNITUDE) as u32)
 }
+
+/// `a * b + c` of binary16 values with one rounding, as `fma.rn.f16`; branch-free.
+///
+/// The product is exact in `f32`, the sum may not be: it is rounded to odd, which the rounding to binary16
+/// does not see (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
+#[inline(always)]
+pub fn fma(a: f32, b: f32, c: f32) -> f32 {
+    let product = a * b;
+    let sum = product + c;
+    let added = sum - product;
+    let error = (product - (sum - added)) + (c - added);
+    // Away from zero when the exact sum is. Infinities and NaN have an error of NaN and stay.
+    let toward = if (error > 0.0) == (sum > 0.0) { 1 } else { u32::MAX };
+    let bits = sum.to_bits();
+    let inexact = error.abs() > 0.0 && bits & 1 == 0;
+    round(f32::from_bits(if inexact { bits.wrapping_add(toward) } else { bits }))
+}

@@ -14,6 +14,10 @@
 //! Two encoders write that byte. The `f32` encoder adds and rounds in `f32`: [`code`],
 //! [`code_from_units`]. The packed encoder works on pairs of binary16 scores as the Tensor Core leaves
 //! them, two additions for two scores: [`packed_bias`], [`packed_code`]; here is its twin, bit for bit.
+//! Two more encoders, packed as well, spend instructions on accuracy: [`pinned_code`] keeps the row's max on
+//! 120 whatever `beta` is, [`quadratic_code`] bends the score so that the byte is nearly that of
+//! exp-then-cast. `docs/expcast.md` has what they cost and give.
+//!
 //! The `_value` functions give what the byte decodes to and vectorize; attention on the CPU uses them.
 //!
 //! A row without underflow (every `u >= -14`) has, for `beta` from -0.5 to -0.35, a total variation of
@@ -113,6 +117,101 @@ pub fn packed_value(s: f32, n: f32) -> f32 {
 #[inline(always)]
 fn packed_sum(s: f32, n: f32) -> f32 {
     f16::round(s + n) + (PACKED_ZERO + f32::from(MAX_CODE))
+}
+
+/// The pinned encoder's byte for the binary16 score `s <= m` under the row's max `m`, `beta` a binary16 value in
+/// [-1, 1].
+///
+/// `beta` comes in over the first code below the max: with `x = rne16(s - m)`, which is 0 for the max and exact,
+/// `y = rne16(x + beta sat(-x))`, and the byte is `clip[0, 120](rne(y + 120))`. Four instructions for two scores:
+/// `add`, `fma.sat`, `fma`, and the `fma.sat` that rounds and clips.
+#[inline(always)]
+pub fn pinned_code(s: f32, m: f32, beta: f32) -> u8 {
+    pinned_rounded(s, m, beta) as u8
+}
+
+/// What [`pinned_code`] decodes to, 0 to 256; branch-free.
+#[inline(always)]
+pub fn pinned_value(s: f32, m: f32, beta: f32) -> f32 {
+    e4m3::decode_magnitude(pinned_rounded(s, m, beta))
+}
+
+#[inline(always)]
+fn pinned_rounded(s: f32, m: f32, beta: f32) -> u32 {
+    let x = f16::round(s - m);
+    let part = if x < 0.0 { -x } else { 0.0 };
+    let part = if part < 1.0 { part } else { 1.0 };
+    rounded_code(f16::fma(part, beta, x), 0.0)
+}
+
+/// `2^-24`, the spacing of subnormal binary16 values: a product in it is a rounded integer.
+const SUBNORMAL: f32 = 1.0 / 16_777_216.0;
+
+/// A code unit in the quadratic encoder, the binary16 value nearest to `2^-14.5`: its square times 32 is 0.9998
+/// of [`SUBNORMAL`], so that a square in these units adds up with whole codes.
+pub const QUADRATIC_UNIT: f32 = 724.0 * SUBNORMAL;
+
+/// Eight of these are an octave, as a multiple of [`SUBNORMAL`]; and its reciprocal in binary16.
+const QUADRATIC_OCTAVE: f32 = 8.0 * 724.0;
+const QUADRATIC_PER_OCTAVE: f32 = 1448.0 / 8_388_608.0;
+
+/// Where the row's max sits in the quadratic encoder, -4.64 [`QUADRATIC_UNIT`]s: there it gets [`MAX_CODE`], and the
+/// mean ratio of decoded to exact weights is 1. A shift of a whole row changes nothing else.
+const QUADRATIC_ZERO: f32 = -3360.0 * SUBNORMAL;
+
+/// The addend of a row for the quadratic encoder, `m` the row's max in code units, `beta` an offset in codes.
+///
+/// One `fma.f16x2` when the max moves; all binary16.
+#[inline(always)]
+pub fn quadratic_bias(m: f32, beta: f32) -> f32 {
+    f16::fma(-QUADRATIC_UNIT, m, quadratic_zero(beta))
+}
+
+/// What the codes under the addend `n` take for the row's max, in code units: `m` up to the rounding of `n`.
+#[inline(always)]
+pub fn quadratic_reference(n: f32, beta: f32) -> f32 {
+    (quadratic_zero(beta) - n) * (1.0 / QUADRATIC_UNIT)
+}
+
+#[inline(always)]
+fn quadratic_zero(beta: f32) -> f32 {
+    f16::round(QUADRATIC_ZERO + beta * QUADRATIC_UNIT)
+}
+
+/// The quadratic encoder's byte for the binary16 score `s <= m`, `n` from [`quadratic_bias`].
+///
+/// `c(u)` takes `f` for `2^f - 1` within an octave; this one takes the parabola through the same ends,
+/// `f - f (1 - f) / 4`. Every step is one `fma.f16x2`, five for two scores:
+///
+/// ```text
+/// x = s a + n            a = QUADRATIC_UNIT
+/// r = x / (8 a) - 2      in multiples of 2^-24: the octave, an integer k, less 2
+/// e = x - 8 a r          the place in it, d + 16 codes, d in [-4, 4]
+/// z = 8 r + 132          in multiples of 2^-24, exact
+/// y = sat(e e + z)       in multiples of 2^-24: 8 k + (d + 16)^2 / 32 + 116 rounded, the byte
+/// ```
+#[inline(always)]
+pub fn quadratic_code(s: f32, n: f32) -> u8 {
+    quadratic_rounded(s, n) as u8
+}
+
+/// What [`quadratic_code`] decodes to, 0 to 256; branch-free.
+#[inline(always)]
+pub fn quadratic_value(s: f32, n: f32) -> f32 {
+    e4m3::decode_magnitude(quadratic_rounded(s, n))
+}
+
+#[inline(always)]
+fn quadratic_rounded(s: f32, n: f32) -> u32 {
+    let x = f16::fma(s, QUADRATIC_UNIT, n);
+    let r = f16::fma(x, QUADRATIC_PER_OCTAVE, -2.0 * SUBNORMAL);
+    let e = f16::fma(r, -QUADRATIC_OCTAVE, x);
+    let z = f16::fma(r, 8.0, 132.0 * SUBNORMAL);
+    let y = f16::fma(e, e, z);
+    let y = if y > 0.0 { y } else { 0.0 };
+    let y = if y < 1.0 { y } else { 1.0 };
+    // Below the spacing's end, 2^-13, these are whole numbers.
+    (y * (1.0 / SUBNORMAL) + ROUND_TO_INTEGER).to_bits() - ROUND_TO_INTEGER.to_bits()
 }
 
 /// The conventional path, for comparison: the byte of `e4m3(256 * 2^u)`.

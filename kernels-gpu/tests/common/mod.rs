@@ -93,6 +93,19 @@ pub fn f16_of_fixed_point(x: i64) -> f32 {
     if x < 0 { -value } else { value }
 }
 
+/// `a * b + c` of binary16 values in exact integers, rounded to binary16 once.
+pub fn f16_fma_exact(a: f32, b: f32, c: f32) -> f32 {
+    // Multiples of 2^-48. What lies below the last bit that can be kept becomes one sticky bit.
+    let x = i128::from(fixed_point(a)) * i128::from(fixed_point(b)) + (i128::from(fixed_point(c)) << 24);
+    let magnitude = x.unsigned_abs();
+    let drop = (128 - magnitude.leading_zeros()).saturating_sub(11).max(24);
+    let (quotient, rest, half) = (magnitude >> drop, magnitude & ((1 << drop) - 1), 1u128 << (drop - 1));
+    let up = rest > half || rest == half && quotient % 2 == 1;
+    let value = ((quotient + u128::from(up)) << drop) as f64 * 2f64.powi(-48);
+    let value = if value >= 65536.0 { f32::INFINITY } else { value as f32 };
+    if x < 0 { -value } else { value }
+}
+
 /// A small generator of repeatable noise (xorshift64*, Vigna 2016).
 pub struct Noise(u64);
 
