@@ -1,6 +1,8 @@
-//! The trained model inside this program, and what PyTorch made of it (`data/README.md` says where both come from).
+//! The trained model, and what PyTorch made of it (`data/README.md` says where both come from).
 
 use std::collections::HashMap;
+use std::fs;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
@@ -10,9 +12,6 @@ use safetensors::SafeTensors;
 use crate::model::{Config, Model};
 use crate::prompt::{Prompt, noise};
 use crate::sampler::Sampler;
-
-const WEIGHTS: &[u8] = include_bytes!("../data/model.safetensors");
-const REFERENCE: &[u8] = include_bytes!("../data/reference.safetensors");
 
 /// Seed of the noise of prompt 0, beyond those that the reference brings along.
 const NOISE_SEED: u64 = 1000;
@@ -29,21 +28,32 @@ pub struct Bundle {
 }
 
 impl Bundle {
-    /// Unpacks weights and reference.
+    /// The folder that the repository keeps them in, as this program was built.
+    pub fn folder() -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("data")
+    }
+
+    /// Reads `model.safetensors` and `reference.safetensors` in `folder`.
     ///
     /// # Errors
-    /// When the files that were built in are not what they should be.
-    pub fn open() -> Result<Self> {
-        let (_, header) = SafeTensors::read_metadata(WEIGHTS)?;
+    /// When a file is missing or not what it should be.
+    pub fn open(folder: &Path) -> Result<Self> {
+        let path = folder.join("model.safetensors");
+        let weights = fs::read(&path).with_context(|| path.display().to_string())?;
+        Self::read(&weights, &folder.join("reference.safetensors")).with_context(|| path.display().to_string())
+    }
+
+    fn read(weights: &[u8], reference: &Path) -> Result<Self> {
+        let (_, header) = SafeTensors::read_metadata(weights)?;
         let metadata = header.metadata().as_ref().context("weights without metadata")?;
         let entry = |key: &str| metadata.get(key).with_context(|| format!("weights without `{key}`"));
         let config: Config = serde_json::from_str(entry("config")?)?;
-        let weights = VarBuilder::from_slice_safetensors(WEIGHTS, DType::F32, &Device::Cpu)?;
+        let weights = VarBuilder::from_slice_safetensors(weights, DType::F32, &Device::Cpu)?;
         Ok(Self {
             model: Model::new(config, &weights)?,
             sampler: serde_json::from_str(entry("sampler")?)?,
             prompts: serde_json::from_str(entry("prompts")?)?,
-            reference: candle_core::safetensors::load_buffer(REFERENCE, &Device::Cpu)?,
+            reference: candle_core::safetensors::load(reference, &Device::Cpu)?,
         })
     }
 

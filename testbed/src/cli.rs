@@ -29,6 +29,9 @@ const REFERENCE: &str = "exact";
 #[derive(Parser)]
 #[command(name = "vc-testbed", version, about, max_term_width = 100)]
 struct Cli {
+    /// Folder of the model's weights and reference [default: the repository's testbed/data].
+    #[arg(long, global = true, value_name = "DIR")]
+    data: Option<PathBuf>,
     #[command(subcommand)]
     command: Command,
 }
@@ -119,11 +122,13 @@ fn list(text: &str) -> Result<Vec<usize>> {
 
 /// Runs the program.
 pub fn run() -> ExitCode {
-    let done = match Cli::parse().command {
-        Command::Generate(options) => generate(&options),
+    let Cli { data, command } = Cli::parse();
+    let bundle = || Bundle::open(&data.unwrap_or_else(Bundle::folder));
+    let done = match command {
+        Command::Generate(options) => bundle().and_then(|bundle| generate(&bundle, &options)),
         Command::Table(options) => summarize(&options),
-        Command::Probe(options) => show_probe(&options),
-        Command::Check(options) => check(&options),
+        Command::Probe(options) => bundle().and_then(|bundle| show_probe(&bundle, &options)),
+        Command::Check(options) => bundle().and_then(|bundle| check(&bundle, &options)),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
@@ -158,9 +163,8 @@ fn make(bundle: &Bundle, sampler: &Sampler, row: &Row, prompt: usize) -> Result<
     Ok(Made { clip, attention, seconds: start.elapsed().as_secs_f64() })
 }
 
-fn generate(options: &Generate) -> Result<()> {
+fn generate(bundle: &Bundle, options: &Generate) -> Result<()> {
     ensure!(options.guidance.is_finite(), "a finite guidance, given {}", options.guidance);
-    let bundle = Bundle::open()?;
     let (steps, guidance) = (usize::from(options.steps), options.guidance);
     let sampler = Sampler { steps, guidance, ..bundle.sampler };
     let reference: Row = REFERENCE.parse()?;
@@ -182,13 +186,13 @@ fn generate(options: &Generate) -> Result<()> {
         let exact = if kept.exists() {
             candle_core::safetensors::load(&kept, &Device::Cpu)?.remove("clip").context("no clip")?
         } else {
-            let exact = make(&bundle, &sampler, &reference, prompt)?.clip;
+            let exact = make(bundle, &sampler, &reference, prompt)?.clip;
             exact.save_safetensors("clip", &kept)?;
             exact
         };
         let mut lines = vec![(format!("{}: exact attention", bundle.prompt(prompt)), exact.clone())];
         for row in wanted {
-            let Made { clip, attention, seconds } = make(&bundle, &sampler, row, prompt)?;
+            let Made { clip, attention, seconds } = make(bundle, &sampler, row, prompt)?;
             let distance = clip::distance(&clip, &exact)?;
             let counts = attention.counts();
             record.add(Entry {
@@ -304,12 +308,11 @@ fn table(summaries: &[Summary], against: Option<&str>, markdown: bool) -> Result
     Ok(table.to_string())
 }
 
-fn show_probe(options: &Probe) -> Result<()> {
+fn show_probe(bundle: &Bundle, options: &Probe) -> Result<()> {
     let recipes: Vec<Recipe> =
         options.recipes.iter().map(|name| Ok(Recipe::parse(name)?)).collect::<Result<_>>()?;
-    let bundle = Bundle::open()?;
     let bar = ProgressBar::new(options.steps.len() as u64);
-    let losses = probe::probe(&bundle, &recipes, &options.steps, |_| bar.inc(1))?;
+    let losses = probe::probe(bundle, &recipes, &options.steps, |_| bar.inc(1))?;
     bar.finish_and_clear();
     let layers = bundle.model.config().depth;
     let mut head = vec!["rel_l2 x 1e4".to_owned(), "all".into(), "worst tenth".into()];
@@ -337,8 +340,7 @@ fn show_probe(options: &Probe) -> Result<()> {
 /// Noise floor of BF16: PSNR of PyTorch's f32 clips against its bf16 clips is 60.7 dB at least.
 const FLOOR_DB: f64 = 58.0;
 
-fn check(options: &Check) -> Result<()> {
-    let bundle = Bundle::open()?;
+fn check(bundle: &Bundle, options: &Check) -> Result<()> {
     ensure!(
         (1..=bundle.sampler.steps).contains(&options.steps),
         "1 to {} steps, given {}",

@@ -10,7 +10,7 @@ use vc_testbed::row::Row;
 /// bf16: PyTorch's own f32 clip is 62.5 dB from its bf16 clip.
 #[test]
 fn states_follow_pytorch() {
-    let bundle = Bundle::open().unwrap();
+    let bundle = Bundle::open(&Bundle::folder()).unwrap();
     let row: Row = "exact@io=f32".parse().unwrap();
     let grid = bundle.model.config().grid();
     let mut attention = RowAttention::new(&row, bundle.sampler.steps, grid).unwrap();
