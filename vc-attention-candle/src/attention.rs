@@ -58,7 +58,7 @@ pub fn free_workspaces() {
 /// An attention with its [`Options`] and, on a GPU, its workspace. Clones share both.
 ///
 /// A GPU call works in memory of its own beside q, k, v and o: quantized operands, labels, sums; about the size of
-/// q, k and v together in 16 bit. One handle for a whole model is right: it plans every combination of device, type,
+/// q, k and v together in 16 bit, with heads padded to 128 channels. One handle for a whole model is right: it plans every combination of device, type,
 /// shapes, strides and scale once and keeps the last four, so layers of one shape take turns on one workspace. Calls
 /// through one handle run one after the other, from whichever threads and streams they come; calls that ought to
 /// overlap need a handle each.
