@@ -57,6 +57,71 @@ pub struct Shape {
 }
 
 impl Shape {
+    /// The sizes of a call whose tensors have these shapes, each [batch, heads, tokens, head_dim].
+    ///
+    /// # Errors
+    /// The first tensor that does not fit the others.
+    pub fn new(q: [usize; 4], k: [usize; 4], v: [usize; 4]) -> Result<Self> {
+        let tensor = |tensor, expected: String, given: String| Err(Error::Tensor { tensor, expected, given });
+        let ([b, hq, nq, d], [bk, hk, nk, dk]) = (q, k);
+        for (name, shape) in [("q", q), ("k", k), ("v", v)] {
+            if shape.contains(&0) {
+                return tensor(name, "no empty axis".into(), format!("shape {shape:?}"));
+            }
+            // A broadcast axis can be longer than memory; its copy in f32, which the output may be, must not.
+            if count(shape).is_none_or(|n| n > MAX_ELEMENTS) {
+                return tensor(name, format!("at most {MAX_ELEMENTS} elements"), format!("shape {shape:?}"));
+            }
+        }
+        if d > MAX_HEAD_DIM {
+            return tensor("q", format!("head_dim of at most {MAX_HEAD_DIM}"), format!("head_dim {d}"));
+        }
+        if bk != b || dk != d {
+            return tensor("k", format!("batch {b} and head_dim {d} as in q"), format!("shape {k:?}"));
+        }
+        if hq % hk != 0 {
+            return tensor("k", format!("a number of heads that divides q's {hq}"), format!("{hk} heads"));
+        }
+        if v != k {
+            return tensor("v", format!("the shape of k {k:?}"), format!("shape {v:?}"));
+        }
+        if u32::try_from(nk).is_err() {
+            return tensor("k", "fewer than 2^32 tokens".into(), format!("{nk} tokens"));
+        }
+        Ok(Self { batch: b, q_heads: hq, kv_heads: hk, q_tokens: nq, kv_tokens: nk, head_dim: d })
+    }
+
+    /// Whether the rest of a call fits these sizes: valid keys per batch, the factor on the scores, the latent
+    /// grid [t, h, w] of the keys.
+    ///
+    /// # Errors
+    /// The first that does not.
+    pub fn check(
+        &self,
+        kv_lens: Option<&[usize]>,
+        scale: Option<f32>,
+        grid: Option<[usize; 3]>,
+    ) -> Result<()> {
+        check_lens(kv_lens, self.batch, self.kv_tokens)?;
+        if let Some(scale) = scale.filter(|s| !s.is_finite()) {
+            return Err(Error::Option {
+                option: "scale",
+                expected: "a finite number".into(),
+                given: scale.to_string(),
+            });
+        }
+        if let Some(grid) = grid
+            && grid.iter().try_fold(1usize, |n, &x| n.checked_mul(x)) != Some(self.kv_tokens)
+        {
+            return Err(Error::Option {
+                option: "grid",
+                expected: format!("a grid [t, h, w] whose product is the {} key tokens", self.kv_tokens),
+                given: format!("{grid:?}"),
+            });
+        }
+        Ok(())
+    }
+
     /// The kv head that query head `q_head` reads: the query heads are split evenly, in order.
     pub fn kv_head(&self, q_head: usize) -> usize {
         q_head / (self.q_heads / self.kv_heads)
@@ -95,51 +160,8 @@ impl<'a> Problem<'a> {
     /// # Errors
     /// The first thing that does not fit.
     pub fn validate(&self) -> Result<Shape> {
-        let tensor = |tensor, expected: String, given: String| Err(Error::Tensor { tensor, expected, given });
-        let ([b, hq, nq, d], kv) = (self.q.shape(), self.k.shape());
-        let [bk, hk, nk, dk] = kv;
-        for (name, shape) in [("q", self.q.shape()), ("k", kv), ("v", self.v.shape())] {
-            if shape.contains(&0) {
-                return tensor(name, "no empty axis".into(), format!("shape {shape:?}"));
-            }
-            // A broadcast axis can be longer than memory; its copy in f32, which the output may be, must not.
-            if count(shape).is_none_or(|n| n > MAX_ELEMENTS) {
-                return tensor(name, format!("at most {MAX_ELEMENTS} elements"), format!("shape {shape:?}"));
-            }
-        }
-        if d > MAX_HEAD_DIM {
-            return tensor("q", format!("head_dim of at most {MAX_HEAD_DIM}"), format!("head_dim {d}"));
-        }
-        if bk != b || dk != d {
-            return tensor("k", format!("batch {b} and head_dim {d} as in q"), format!("shape {kv:?}"));
-        }
-        if hq % hk != 0 {
-            return tensor("k", format!("a number of heads that divides q's {hq}"), format!("{hk} heads"));
-        }
-        if self.v.shape() != kv {
-            return tensor("v", format!("the shape of k {kv:?}"), format!("shape {:?}", self.v.shape()));
-        }
-        if u32::try_from(nk).is_err() {
-            return tensor("k", "fewer than 2^32 tokens".into(), format!("{nk} tokens"));
-        }
-        self.check_lens()?;
-        if let Some(scale) = self.scale.filter(|s| !s.is_finite()) {
-            return Err(Error::Option {
-                option: "scale",
-                expected: "a finite number".into(),
-                given: scale.to_string(),
-            });
-        }
-        if let Some(grid) = self.grid
-            && grid.iter().try_fold(1usize, |n, &x| n.checked_mul(x)) != Some(nk)
-        {
-            return Err(Error::Option {
-                option: "grid",
-                expected: format!("a grid [t, h, w] whose product is the {nk} key tokens"),
-                given: format!("{grid:?}"),
-            });
-        }
-        let shape = Shape { batch: b, q_heads: hq, kv_heads: hk, q_tokens: nq, kv_tokens: nk, head_dim: d };
+        let shape = Shape::new(self.q.shape(), self.k.shape(), self.v.shape())?;
+        shape.check(self.kv_lens, self.scale, self.grid)?;
         if self.nonfinite == NonFinite::Reject {
             self.check_finite()?;
         }
@@ -149,17 +171,7 @@ impl<'a> Problem<'a> {
     /// Checks that there is one length a batch, none beyond the keys.
     pub(crate) fn check_lens(&self) -> Result<()> {
         let [batch, _, tokens, _] = self.k.shape();
-        let misfit = |expected, given| Err(Error::Tensor { tensor: "kv_lens", expected, given });
-        match self.kv_lens {
-            Some(lens) if lens.len() != batch => {
-                misfit(format!("one length for each of {batch} batches"), format!("{} lengths", lens.len()))
-            }
-            Some(lens) => match lens.iter().find(|&&len| len > tokens) {
-                Some(len) => misfit(format!("lengths of at most {tokens}"), format!("length {len}")),
-                None => Ok(()),
-            },
-            None => Ok(()),
-        }
+        check_lens(self.kv_lens, batch, tokens)
     }
 
     fn check_finite(&self) -> Result<()> {
@@ -171,5 +183,19 @@ impl<'a> Problem<'a> {
             }
         }
         Ok(())
+    }
+}
+
+fn check_lens(kv_lens: Option<&[usize]>, batch: usize, tokens: usize) -> Result<()> {
+    let misfit = |expected, given| Err(Error::Tensor { tensor: "kv_lens", expected, given });
+    match kv_lens {
+        Some(lens) if lens.len() != batch => {
+            misfit(format!("one length for each of {batch} batches"), format!("{} lengths", lens.len()))
+        }
+        Some(lens) => match lens.iter().find(|&&len| len > tokens) {
+            Some(len) => misfit(format!("lengths of at most {tokens}"), format!("length {len}")),
+            None => Ok(()),
+        },
+        None => Ok(()),
     }
 }

@@ -130,14 +130,16 @@ fn size(folder: &Path) -> Result<u64> {
     })
 }
 
+/// Gives a file the run bit.
 #[cfg(unix)]
-fn make_executable(file: &Path) -> Result<()> {
+pub fn make_executable(file: &Path) -> Result<()> {
     use std::os::unix::fs::PermissionsExt;
     fs::set_permissions(file, fs::Permissions::from_mode(0o755))
         .with_context(|| format!("no {}", file.display()))
 }
 
+/// Nothing to do here.
 #[cfg(not(unix))]
-fn make_executable(_: &Path) -> Result<()> {
+pub fn make_executable(_: &Path) -> Result<()> {
     bail!("the bundle is made on the system of the GPU machine, Linux")
 }

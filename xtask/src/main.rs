@@ -2,6 +2,7 @@
 
 mod budget;
 mod bundle;
+mod candle;
 mod cust;
 mod kernels;
 mod mutants;
@@ -43,6 +44,8 @@ enum Task {
         #[arg(long)]
         cust: bool,
     },
+    /// Type-check and lint the CUDA half of vc-attention-candle without a CUDA toolkit, by a stand-in for nvcc.
+    Candle,
     /// Link the example of vc-attention-cust on a machine without a CUDA driver, against a stand-in for libcuda.
     Cust,
     /// Plant faults into copies of the kernels (kernels-gpu/mutants.toml) and run the emulated tests on each.
@@ -67,6 +70,7 @@ fn main() -> Result<()> {
     match Cli::parse().task {
         Task::Kernels { check } => kernels::run(check),
         Task::GpuBundle { output, cust } => bundle::run(&output, cust),
+        Task::Candle => candle::run(),
         Task::Cust => {
             println!("{}", cust::build()?.display());
             Ok(())

@@ -55,10 +55,15 @@ pub(super) fn failed(doing: &str, e: DriverError) -> Error {
     Error::Device { reason: format!("{doing}: {name} ({text})") }
 }
 
+/// Names of the driver's library, each of which `cudarc` tries too.
+const DRIVER_LIBRARIES: &[&str] =
+    if cfg!(windows) { &["nvcuda.dll"] } else { &["libcuda.so", "libcuda.so.1"] };
+
 /// Whether a driver library is there. `cudarc` panics without one, so this comes before anything else.
 pub fn driver_present() -> bool {
-    // SAFETY: opens the library and closes it again.
-    unsafe { sys::is_culib_present() }
+    // cudarc's own test is missing where a crate beside this one (candle) has it linked instead of loaded.
+    // SAFETY: opens the driver's library, whose initializers every CUDA program runs, and closes it again.
+    DRIVER_LIBRARIES.iter().any(|name| unsafe { libloading::Library::new(*name) }.is_ok())
 }
 
 /// One GPU with the kernels loaded.

@@ -180,9 +180,7 @@ impl DevicePlan {
     /// When the kernels do not cover the recipe or the tensors (each says what they take), or when the device
     /// is out of memory.
     pub fn new(device: &Arc<Device>, spec: Spec) -> Result<Self> {
-        spec.recipe.validate()?;
-        let names = names(&spec)?;
-        check_layout(&spec)?;
+        let names = checked_names(&spec)?;
         let s = &spec.shape;
         let clusters = match spec.recipe.grouping.order {
             TokenOrder::KMeans => spec
@@ -205,6 +203,14 @@ impl DevicePlan {
         let at = Sections::new(&mut layout, &spec, &sizes);
         let memory = layout.allocate(device)?;
         Ok(Self { device: device.clone(), spec, sizes, names, memory, at, held: AtomicU8::new(NOTHING) })
+    }
+
+    /// Whether a call can be planned on a device; allocates nothing.
+    ///
+    /// # Errors
+    /// When the kernels, or those for this device, do not cover the recipe or the tensors.
+    pub fn check(device: &Device, spec: &Spec) -> Result<()> {
+        device.function(&checked_names(spec)?.attention).map(drop)
     }
 
     /// Device memory that the plan holds, in bytes.
@@ -855,6 +861,14 @@ impl Sections {
             row_max: layout.section::<u32>(q_heads),
         }
     }
+}
+
+/// The entries for a spec that the kernels cover.
+fn checked_names(spec: &Spec) -> Result<Names> {
+    spec.recipe.validate()?;
+    let names = names(spec)?;
+    check_layout(spec)?;
+    Ok(names)
 }
 
 /// Chooses the entries of a recipe, or says which part of it no kernel covers.

@@ -1,0 +1,83 @@
+//! The forward pass on candle's CPU storages.
+
+use std::sync::Arc;
+
+use candle_core::{CpuStorage, DeviceLocation, Result, Shape};
+use vc_attention::backend::Backend;
+use vc_attention::backend::cpu::{Cpu, Orders};
+use vc_attention::tensor::Buffer;
+use vc_attention::{OutputType, Plan, Problem, Run, Tensor, run_on_order};
+
+use crate::attention::{Observed, Op};
+use crate::order::{Grouping, Labels, Made};
+use crate::tensors::{Storages, with_problem};
+
+/// Output and, if asked for, LSE.
+pub(crate) struct Forward {
+    pub o: CpuStorage,
+    /// (batch, seq, heads, head_dim).
+    pub shape: Shape,
+    /// (batch, heads, seq).
+    pub lse: Option<CpuStorage>,
+    pub observed: Observed,
+}
+
+pub(crate) fn forward(op: &Op, storages: Storages<CpuStorage>) -> Result<Forward> {
+    let run = with_problem(storages, op.scale, &op.options, |problem| attend(op, problem))?;
+    let [batch, heads, tokens, dim] = run.output.o.shape();
+    Ok(Forward {
+        o: tokens_first(&run.output.o),
+        shape: Shape::from((batch, tokens, heads, dim)),
+        lse: run.output.lse.map(CpuStorage::F32),
+        observed: Observed {
+            max_score: run.output.observed.max_score,
+            f32_fallbacks: run.output.observed.f32_fallbacks,
+            out_of_range: false,
+            mean_share: run.report.mean_share,
+        },
+    })
+}
+
+fn attend(op: &Op, problem: &Problem) -> vc_attention::Result<Run<Cpu>> {
+    let wanted = vc_attention::Options { output: OutputType::Input, lse: op.lse };
+    let plan = Plan::new(problem, &op.options.recipe, wanted)?;
+    let order = order(op, &plan, problem)?;
+    run_on_order(&Cpu, &plan, problem, order)
+}
+
+/// The token order of the call; kept where the caller keeps one.
+fn order(op: &Op, plan: &Plan, problem: &Problem) -> vc_attention::Result<Orders> {
+    let Some((order, grouping)) = op.order.as_ref().filter(|_| plan.recipe.grouping.order.clusters()) else {
+        return Cpu.group(plan, problem, None);
+    };
+    let made = Made::new(DeviceLocation::Cpu, &plan.shape, &op.options);
+    let kept = match order.start(*grouping, &made)? {
+        Some(Labels::Cpu(kept)) => Some(Cpu.restore(plan, problem, &kept)?),
+        _ => None,
+    };
+    match kept {
+        Some(orders) if *grouping == Grouping::Reuse => Ok(orders),
+        start => {
+            let orders = Cpu.group(plan, problem, start.as_ref())?;
+            order.keep(made, Labels::Cpu(Arc::new(Cpu.keep(&orders)?)));
+            Ok(orders)
+        }
+    }
+}
+
+/// (batch, heads, tokens, dim) to the storage of (batch, tokens, heads, dim).
+fn tokens_first(o: &Tensor) -> CpuStorage {
+    fn swap<T: Copy>(x: &[T], [batch, heads, tokens, dim]: [usize; 4]) -> Vec<T> {
+        let mut out = Vec::with_capacity(x.len());
+        for row in 0..batch * tokens * heads {
+            let (b, token, head) = (row / (tokens * heads), row / heads % tokens, row % heads);
+            out.extend_from_slice(&x[((b * heads + head) * tokens + token) * dim..][..dim]);
+        }
+        out
+    }
+    match o.buffer() {
+        Buffer::F32(x) => CpuStorage::F32(swap(x, o.shape())),
+        Buffer::F16(x) => CpuStorage::F16(swap(x, o.shape())),
+        Buffer::Bf16(x) => CpuStorage::BF16(swap(x, o.shape())),
+    }
+}
