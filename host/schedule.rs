@@ -409,7 +409,10 @@ impl<B: Backend> Schedule<B> {
         if recipe.grouping != self.recipe.grouping {
             return Err(Error::Recipe {
                 recipe: recipe.name.clone(),
-                reason: format!("its token order is not that of the schedule's recipe, `{}`", self.recipe.name),
+                reason: format!(
+                    "its token order is not that of the schedule's recipe, `{}`",
+                    self.recipe.name
+                ),
             });
         }
         let heads = Heads::of(problem)?;
@@ -419,8 +422,7 @@ impl<B: Backend> Schedule<B> {
         let plan = Plan::new(problem, &recipe, options)?;
         let start = Instant::now();
         let warm = self.sites.config.warm;
-        let restore =
-            || self.sites.kept(site).map(|kept| backend.restore(&plan, problem, kept)).transpose();
+        let restore = || self.sites.kept(site).map(|kept| backend.restore(&plan, problem, kept)).transpose();
         let order = match decision.source {
             Source::Reused => restore()?,
             Source::Early | Source::Warm if warm => {

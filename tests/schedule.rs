@@ -132,7 +132,10 @@ fn other_lengths_or_heads_group_anew() {
     assert_eq!(call(Case { kv_heads: 1, kv_tokens: 301, ..CASE }, None, 21), Source::Cold);
     assert_eq!(call(Case { batch: 2, kv_heads: 1, kv_tokens: 301, ..CASE }, None, 22), Source::Cold);
     // Queries may change freely: the order is of the keys.
-    assert_eq!(call(Case { batch: 2, kv_heads: 1, kv_tokens: 301, q_tokens: 7, ..CASE }, None, 23), Source::Reused);
+    assert_eq!(
+        call(Case { batch: 2, kv_heads: 1, kv_tokens: 301, q_tokens: 7, ..CASE }, None, 23),
+        Source::Reused
+    );
 }
 
 /// A reused order is the one that was made, bit for bit; so is the output.
@@ -143,8 +146,7 @@ fn what_comes_back_is_what_was_kept() {
         let case = Case::new([2, 2, 2], [30, 512], 32);
         let (first, second) = (case.outliers(3).f32(), case.outliers(4).f32());
         let grid = Some([2, 16, 16]);
-        let (first, second) =
-            (Problem { grid, ..first.problem() }, Problem { grid, ..second.problem() });
+        let (first, second) = (Problem { grid, ..first.problem() }, Problem { grid, ..second.problem() });
         let plan = vc_attention::Plan::new(&first, &recipe, F32_LSE).unwrap();
         let made = run(&Cpu, &plan, &first, None).unwrap();
         let kept = Cpu.keep(&made.order).unwrap();
@@ -202,8 +204,7 @@ fn labels_start_a_refresh_as_well_as_centroids() {
     };
     let kept = KeptOrder::new(&cold.labels, cold.clusters).unwrap();
     let labels = share(&group_from(&now, dim, &GroupingConfig::kmeans(), &kept).unwrap());
-    let centroids =
-        share(&group(&now, dim, &GroupingConfig::kmeans(), None, Some(&cold.centroids)).unwrap());
+    let centroids = share(&group(&now, dim, &GroupingConfig::kmeans(), None, Some(&cold.centroids)).unwrap());
     let stale = share(&kept.grouping());
     assert!(labels > 0.98 * centroids, "{labels} from labels, {centroids} from centroids");
     assert!(labels > stale, "{labels} refreshed, {stale} as kept");
@@ -352,7 +353,9 @@ fn samplers_do_not_disturb_each_other() {
     let alone = |i: usize| {
         let mut schedule = schedule(ScheduleConfig::paper(8));
         (0..8)
-            .map(|step| o(&schedule.attend(&Cpu, step, layer(0), &tensors[i].problem(), F32_LSE).unwrap().output))
+            .map(|step| {
+                o(&schedule.attend(&Cpu, step, layer(0), &tensors[i].problem(), F32_LSE).unwrap().output)
+            })
             .collect::<Vec<_>>()
     };
     let expected = [alone(0), alone(1)];

@@ -32,7 +32,8 @@ impl KeptOrder {
     /// # Errors
     /// When a label is not below `clusters`, or `clusters` is more than labels can count (65,536).
     pub fn new(labels: &[u16], clusters: usize) -> Result<Self> {
-        let misfit = |expected: String, given: String| Err(Error::Tensor { tensor: "labels", expected, given });
+        let misfit =
+            |expected: String, given: String| Err(Error::Tensor { tensor: "labels", expected, given });
         if clusters > 1 << 16 {
             return misfit("at most 65536 clusters".into(), clusters.to_string());
         }

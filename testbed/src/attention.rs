@@ -1,25 +1,52 @@
 //! The attention of a row: its recipe on the orders of its schedule, in the tensors' place in the loop.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use candle_core::{DType, Device, Tensor};
-use half::bf16;
+use candle_core::{DType, Tensor};
+use vc_attention::Shape;
 use vc_attention::backend::Backend;
 use vc_attention::backend::cpu::Cpu;
-use vc_attention::schedule::{Counts, Schedule, Site};
-use vc_attention::{Elements, Layout, Options, Problem, TensorView};
+use vc_attention::backend::cuda::{Cuda, DevicePlan, PROMOTE, Spec};
+use vc_attention_candle::{Counts, Denoising, Options, Recipe, Site, VcAttention};
 
 use crate::model::Attend;
 use crate::row::Row;
 use crate::sampler::{Branch, Stepped};
 
+/// What computes the attention.
+#[derive(Clone, Debug)]
+pub enum Compute {
+    /// The CPU backend.
+    Cpu,
+    /// A GPU, for the recipes that its kernels cover; the rest of the model stays on the CPU.
+    Gpu(Cuda),
+}
+
+impl Compute {
+    /// An attention with a recipe.
+    pub fn attention(&self, recipe: &Recipe, grid: [usize; 3]) -> VcAttention {
+        let options = Options::new(recipe.clone()).with_grid(grid);
+        match self {
+            Compute::Cpu => VcAttention::new(options),
+            Compute::Gpu(gpu) => VcAttention::offloaded(options, gpu.clone()),
+        }
+    }
+
+    /// In words.
+    pub fn device(&self) -> String {
+        match self {
+            Compute::Cpu => Cpu.device(),
+            Compute::Gpu(gpu) => gpu.device(),
+        }
+    }
+}
+
 /// The attention of one clip.
 #[derive(Debug)]
 pub struct RowAttention {
     row: Row,
-    schedule: Schedule<Cpu>,
-    grid: [usize; 3],
+    denoising: Denoising,
     step: usize,
     branch: Branch,
     spent: Duration,
@@ -31,11 +58,10 @@ impl RowAttention {
     ///
     /// # Errors
     /// When the row's schedule does not fit.
-    pub fn new(row: &Row, steps: usize, grid: [usize; 3]) -> Result<Self> {
+    pub fn new(row: &Row, steps: usize, grid: [usize; 3], compute: &Compute) -> Result<Self> {
         Ok(Self {
-            schedule: Schedule::new(row.schedule(steps), row.recipe.clone())?,
+            denoising: Denoising::new(compute.attention(&row.recipe, grid), row.schedule(steps))?,
             row: row.clone(),
-            grid,
             step: 0,
             branch: Branch::Conditional,
             spent: Duration::ZERO,
@@ -43,19 +69,14 @@ impl RowAttention {
         })
     }
 
-    /// Where it runs.
-    pub fn device(&self) -> String {
-        Cpu.device()
-    }
-
     /// What the schedule did.
     pub fn counts(&self) -> Counts {
-        self.schedule.counts()
+        self.denoising.counts()
     }
 
     /// Memory of the kept orders in bytes.
     pub fn kept_bytes(&self) -> usize {
-        self.schedule.bytes()
+        self.denoising.bytes()
     }
 
     /// Time inside the attention calls.
@@ -77,75 +98,45 @@ impl Stepped for RowAttention {
 
 impl Attend for RowAttention {
     fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
-        let inputs = Inputs::new(q, k, v, self.row.narrow)?;
-        let problem = inputs.problem(self.grid)?;
+        let (q, k, v) = if self.row.narrow {
+            (q.to_dtype(DType::BF16)?, k.to_dtype(DType::BF16)?, v.to_dtype(DType::BF16)?)
+        } else {
+            (q.clone(), k.clone(), v.clone())
+        };
         let site = Site { layer: layer as u32, branch: self.branch as u32, ..Site::default() };
         let recipe = self.row.recipe_at(self.step, layer);
-        let done = self.schedule.attend_as(recipe, &Cpu, self.step, site, &problem, Options::default())?;
-        self.spent += done.report.total();
-        self.shares.extend(done.report.mean_share);
-        to_tensor(&done.output.o, q.device())
+        let start = Instant::now();
+        let o = self.denoising.forward_as(recipe, self.step, site, &q, &k, &v, scale(&q)?)?;
+        self.spent += start.elapsed();
+        let observed = self.denoising.attention().observed()?;
+        self.shares.extend(observed.and_then(|observed| observed.mean_share));
+        Ok(o.to_dtype(DType::F32)?)
     }
 }
 
-/// q, k and v of a call, (1, tokens, heads, head_dim), in host memory.
-#[derive(Debug)]
-pub struct Inputs {
-    shape: [usize; 4],
-    tensors: [Buffer; 3],
+/// Whether the kernels of a GPU cover a recipe, for heads of 128 channels in bf16.
+pub fn covers(gpu: &Cuda, recipe: &Recipe) -> bool {
+    let shape = Shape { batch: 1, q_heads: 1, kv_heads: 1, q_tokens: 1, kv_tokens: 1, head_dim: 128 };
+    let row = [128; 3];
+    let spec = Spec {
+        shape,
+        recipe: recipe.clone(),
+        scale: 1.0,
+        input: vc_attention::DType::Bf16,
+        output: vc_attention::DType::Bf16,
+        q: row,
+        k: row,
+        v: row,
+        o: row,
+        promote: PROMOTE,
+    };
+    DevicePlan::check(gpu.gpu(), &spec).is_ok()
 }
 
-#[derive(Debug)]
-enum Buffer {
-    F32(Vec<f32>),
-    Bf16(Vec<bf16>),
-}
-
-impl Inputs {
-    /// Copies the tensors, rounded to bf16 where `narrow`.
-    ///
-    /// # Errors
-    /// When they are not of rank 4 and f32.
-    pub fn new(q: &Tensor, k: &Tensor, v: &Tensor, narrow: bool) -> Result<Self> {
-        let (batch, tokens, heads, dim) = q.dims4()?;
-        let copy = |x: &Tensor| -> Result<Buffer> {
-            Ok(if narrow {
-                Buffer::Bf16(x.to_dtype(DType::BF16)?.flatten_all()?.to_vec1()?)
-            } else {
-                Buffer::F32(x.flatten_all()?.to_vec1()?)
-            })
-        };
-        Ok(Self { shape: [batch, heads, tokens, dim], tensors: [copy(q)?, copy(k)?, copy(v)?] })
-    }
-
-    /// The call on them.
-    ///
-    /// # Errors
-    /// When their shapes differ.
-    pub fn problem(&self, grid: [usize; 3]) -> Result<Problem<'_>> {
-        let view = |name, i: usize| {
-            let elements = match &self.tensors[i] {
-                Buffer::F32(x) => Elements::F32(x),
-                Buffer::Bf16(x) => Elements::Bf16(x),
-            };
-            TensorView::new(name, elements, self.shape, Layout::Bshd)
-        };
-        let problem = Problem::new(view("q", 0)?, view("k", 1)?, view("v", 2)?);
-        Ok(Problem { grid: Some(grid), ..problem })
-    }
-}
-
-/// An output's values in f32, row-major in (batch, heads, tokens, dim).
-pub fn values(o: &vc_attention::Tensor) -> Vec<f32> {
-    let [batch, heads, tokens, _] = o.shape();
-    let view = o.view();
-    (0..batch * heads).flat_map(|i| view.read_head(i / heads, i % heads, tokens)).collect()
-}
-
-/// An output as candle has it, (1, tokens, heads, head_dim) in f32.
+/// 1 / sqrt(head_dim).
 ///
 /// # Errors
-/// Of the device.
-pub fn to_tensor(o: &vc_attention::Tensor, device: &Device) -> Result<Tensor> {
-    Ok(Tensor::from_vec(values(o), &o.shape()[..], device)?.transpose(1, 2)?)
+/// When `q` is not (batch, tokens, heads, head_dim).
+pub fn scale(q: &Tensor) -> Result<f32> {
+    Ok(1.0 / (q.dims4()?.3 as f32).sqrt())
 }

@@ -40,7 +40,8 @@ impl Bundle {
     pub fn open(folder: &Path) -> Result<Self> {
         let path = folder.join("model.safetensors");
         let weights = fs::read(&path).with_context(|| path.display().to_string())?;
-        Self::read(&weights, &folder.join("reference.safetensors")).with_context(|| path.display().to_string())
+        Self::read(&weights, &folder.join("reference.safetensors"))
+            .with_context(|| path.display().to_string())
     }
 
     fn read(weights: &[u8], reference: &Path) -> Result<Self> {

@@ -66,7 +66,9 @@ fn blurred(x: &[f32], width: usize) -> Vec<f64> {
     let inside = width - WINDOW + 1;
     let rows: Vec<f64> = x
         .chunks_exact(width)
-        .flat_map(|row| row.windows(WINDOW).map(|w| w.iter().zip(&kernel).map(|(&x, k)| f64::from(x) * k).sum()))
+        .flat_map(|row| {
+            row.windows(WINDOW).map(|w| w.iter().zip(&kernel).map(|(&x, k)| f64::from(x) * k).sum())
+        })
         .collect();
     let height = rows.len() / inside;
     (0..(height - WINDOW + 1) * inside)

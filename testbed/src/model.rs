@@ -104,11 +104,7 @@ impl Model {
             .collect::<candle_core::Result<_>>()?;
         Ok(Self {
             embed: linear(pixels, dim, "embed")?,
-            time: [
-                linear(TIME_DIM, dim, "t1")?,
-                linear(dim, dim, "t2")?,
-                linear(dim, 6 * dim, "tproj")?,
-            ],
+            time: [linear(TIME_DIM, dim, "t1")?, linear(dim, dim, "t2")?, linear(dim, 6 * dim, "tproj")?],
             conditions,
             unconditional: weights.get(dim, "null")?,
             blocks,

@@ -137,7 +137,8 @@ pub fn plot(path: &Path, title: &str, dots: &[Dot]) -> Result<()> {
     let x = |db: f64| left + ((db - low) / (high - low) * f64::from(size.0 as i32 - left - right)) as i32;
     let bottom = top + step * dots.len() as i32;
     root.draw(&Text::new(title, (16, 14), (FONT, 22).into_font()))?;
-    let note = "dot: mean, bar: 95% interval of the mean, cross: lowest prompt; PSNR in dB against exact attention";
+    let note =
+        "dot: mean, bar: 95% interval of the mean, cross: lowest prompt; PSNR in dB against exact attention";
     root.draw(&Text::new(note, (16, 42), (FONT, 15).into_font().color(&BLACK.mix(0.6))))?;
     let stride = if high - low > 30.0 { 5.0 } else { 2.0 };
     let mut tick = (low / stride).ceil() * stride;

@@ -4,11 +4,10 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result};
-use candle_core::Tensor;
-use vc_attention::backend::cpu::Cpu;
-use vc_attention::{Options, OutputType, Plan, Problem, Recipe, run};
+use candle_core::{DType, Tensor};
+use vc_attention_candle::{Options, Recipe, vc_attn};
 
-use crate::attention::{Inputs, to_tensor, values};
+use crate::attention::scale;
 use crate::bundle::Bundle;
 use crate::model::Attend;
 use crate::sampler::{Branch, Stepped};
@@ -16,7 +15,8 @@ use crate::sampler::{Branch, Stepped};
 /// Steps whose input state the reference has: the noise, and the states behind the steps before.
 pub const STEPS: [usize; 4] = [0, 1, 11, 21];
 
-/// Squared distances of one recipe's outputs from exact attention on the same bf16 q, k and v, f32 outputs.
+/// Squared distances of one recipe's outputs from exact attention on the same q, k and v, rounded to bf16; f32
+/// outputs.
 #[derive(Clone, Debug, Default)]
 pub struct Loss {
     /// Sum of |o - o_ref|^2 / |o_ref|^2 over the calls.
@@ -79,8 +79,7 @@ pub fn probe(
         let x = bundle.reference(&state).with_context(|| {
             format!("the reference has the states before steps {STEPS:?} only, not before {step}")
         })?;
-        for (branch, prompt) in
-            [(Branch::Conditional, Some(bundle.prompt(0))), (Branch::Unconditional, None)]
+        for (branch, prompt) in [(Branch::Conditional, Some(bundle.prompt(0))), (Branch::Unconditional, None)]
         {
             probe.enter(step, branch);
             bundle.model.velocity(x, times[step], prompt.as_ref(), &mut probe)?;
@@ -105,23 +104,25 @@ impl Stepped for Probe<'_> {
 
 impl Attend for Probe<'_> {
     fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
-        let inputs = Inputs::new(q, k, v, true)?;
-        let problem = inputs.problem(self.grid)?;
-        let attend = |problem: &Problem, recipe: &Recipe| -> Result<_> {
-            let plan = Plan::new(problem, recipe, Options { output: OutputType::F32, lse: false })?;
-            Ok(run(&Cpu, &plan, problem, None)?.output.o)
-        };
-        let exact = attend(&problem, &Recipe::parse("exact")?)?;
-        let [_, _, _, dim] = exact.shape();
-        let reference = values(&exact);
+        // The values of bf16 in f32, so that outputs are f32.
+        let rounded = |x: &Tensor| x.to_dtype(DType::BF16)?.to_dtype(DType::F32);
+        let (q, k, v) = (rounded(q)?, rounded(k)?, rounded(v)?);
+        let scale = scale(&q)?;
+        let attend =
+            |recipe: &Recipe| vc_attn(&q, &k, &v, scale, &Options::new(recipe.clone()).with_grid(self.grid));
+        let exact = attend(&Recipe::parse("exact")?)?;
+        let (_, _, _, dim) = exact.dims4()?;
+        let values = |x: &Tensor| x.flatten_all()?.to_vec1::<f32>();
+        let reference = values(&exact)?;
         let energy: f64 = reference.iter().map(|&x| f64::from(x).powi(2)).sum();
         let rows = reference.len() / dim;
         for (i, recipe) in self.recipes.iter().enumerate() {
-            let o = values(&attend(&problem, recipe)?);
+            let o = values(&attend(recipe)?)?;
             let distance = |(a, b): (&[f32], &[f32])| -> f64 {
                 a.iter().zip(b).map(|(a, b)| f64::from(a - b).powi(2)).sum()
             };
-            let errors: Vec<f64> = o.chunks_exact(dim).zip(reference.chunks_exact(dim)).map(distance).collect();
+            let errors: Vec<f64> =
+                o.chunks_exact(dim).zip(reference.chunks_exact(dim)).map(distance).collect();
             let loss = Loss {
                 relative: errors.iter().sum::<f64>() / energy,
                 calls: 1,
@@ -129,6 +130,6 @@ impl Attend for Probe<'_> {
             };
             self.losses.entry((i, self.step, layer)).or_default().add(&loss);
         }
-        to_tensor(&exact, q.device())
+        Ok(exact)
     }
 }

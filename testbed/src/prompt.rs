@@ -52,7 +52,11 @@ impl fmt::Display for Prompt {
         write!(
             f,
             "a {} digit {} moving {} over {}, with a {}",
-            COLORS[self.color], self.digit, DIRECTIONS[self.direction], BACKGROUNDS[self.background], SHAPES[self.shape]
+            COLORS[self.color],
+            self.digit,
+            DIRECTIONS[self.direction],
+            BACKGROUNDS[self.background],
+            SHAPES[self.shape]
         )
     }
 }

@@ -8,7 +8,7 @@ use std::str::FromStr;
 
 use anyhow::{Context, Result, bail, ensure};
 use vc_attention::Recipe;
-use vc_attention::schedule::{Demeaning, ScheduleConfig, Window};
+use vc_attention::schedule::{Demeaning, ScheduleConfig, Sites, Window};
 
 /// The keys of a row and their values, for help texts.
 pub const KEYS: &str = "\
@@ -59,9 +59,15 @@ impl Row {
         }
     }
 
+    /// Every recipe that takes part.
+    pub fn recipes(&self) -> impl Iterator<Item = &Recipe> {
+        std::iter::once(&self.recipe).chain(self.instead.iter().map(|i| &i.recipe))
+    }
+
     /// The recipe of a step and layer: that of the last key that covers both, or the row's own.
     pub fn recipe_at(&self, step: usize, layer: usize) -> &Recipe {
-        let covers = |range: &Option<RangeInclusive<usize>>, at| range.as_ref().is_none_or(|r| r.contains(&at));
+        let covers =
+            |range: &Option<RangeInclusive<usize>>, at| range.as_ref().is_none_or(|r| r.contains(&at));
         let instead = self.instead.iter().rev().find(|i| covers(&i.steps, step) && covers(&i.layers, layer));
         instead.map_or(&self.recipe, |i| &i.recipe)
     }
@@ -88,10 +94,7 @@ impl FromStr for Row {
             row.set(part).with_context(|| format!("`@{part}` of row `{text}`"))?;
         }
         // Whatever is out of range is said now, not in the middle of a clip.
-        vc_attention::schedule::Schedule::<vc_attention::backend::cpu::Cpu>::new(
-            row.schedule(1),
-            row.recipe.clone(),
-        )?;
+        Sites::<()>::new(row.schedule(1))?;
         Ok(row)
     }
 }

@@ -16,7 +16,17 @@ fn generate_writes_pictures_and_measurements() {
     let output = folder.path().join("clips");
     let run = || {
         let mut command = testbed();
-        command.args(["generate", "--recipe", "vc8@refresh=2", "--prompt", "9", "--steps", "1", "--guidance", "1"]);
+        command.args([
+            "generate",
+            "--recipe",
+            "vc8@refresh=2",
+            "--prompt",
+            "9",
+            "--steps",
+            "1",
+            "--guidance",
+            "1",
+        ]);
         command.arg("-o").arg(&output);
         command
     };

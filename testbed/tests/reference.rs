@@ -1,7 +1,7 @@
 //! The port against what PyTorch made of the same weights and noise. The whole run is `vc-testbed check`.
 
 use anyhow::bail;
-use vc_testbed::attention::RowAttention;
+use vc_testbed::attention::{Compute, RowAttention};
 use vc_testbed::bundle::Bundle;
 use vc_testbed::clip;
 use vc_testbed::row::Row;
@@ -13,19 +13,20 @@ fn states_follow_pytorch() {
     let bundle = Bundle::open(&Bundle::folder()).unwrap();
     let row: Row = "exact@io=f32".parse().unwrap();
     let grid = bundle.model.config().grid();
-    let mut attention = RowAttention::new(&row, bundle.sampler.steps, grid).unwrap();
+    let mut attention = RowAttention::new(&row, bundle.sampler.steps, grid, &Compute::Cpu).unwrap();
     let noise = bundle.noise(0).unwrap();
     let mut compared = Vec::new();
-    let stopped = bundle.sampler.sample(&bundle.model, &bundle.prompt(0), &noise, &mut attention, |step, x| {
-        let Some(expected) = bundle.reference(&format!("bf16_x.{step}")) else { return Ok(()) };
-        // What the steps added to the noise, not the noise itself, which is most of an early state.
-        let norm = |x: &candle_core::Tensor| x.sqr()?.sum_all()?.to_scalar::<f32>();
-        let moved = (norm(&(x - expected)?)? / norm(&(expected - &noise)?)?).sqrt();
-        let psnr = clip::distance(x, expected)?.psnr_db;
-        println!("step {step}: PSNR {psnr:.2} dB, {moved:.5} of what the steps added");
-        compared.push((step, psnr, moved));
-        if step == 10 { bail!("far enough") } else { Ok(()) }
-    });
+    let stopped =
+        bundle.sampler.sample(&bundle.model, &bundle.prompt(0), &noise, &mut attention, |step, x| {
+            let Some(expected) = bundle.reference(&format!("bf16_x.{step}")) else { return Ok(()) };
+            // What the steps added to the noise, not the noise itself, which is most of an early state.
+            let norm = |x: &candle_core::Tensor| x.sqr()?.sum_all()?.to_scalar::<f32>();
+            let moved = (norm(&(x - expected)?)? / norm(&(expected - &noise)?)?).sqrt();
+            let psnr = clip::distance(x, expected)?.psnr_db;
+            println!("step {step}: PSNR {psnr:.2} dB, {moved:.5} of what the steps added");
+            compared.push((step, psnr, moved));
+            if step == 10 { bail!("far enough") } else { Ok(()) }
+        });
     assert_eq!(stopped.unwrap_err().to_string(), "far enough");
     assert_eq!(compared.iter().map(|c| c.0).collect::<Vec<_>>(), [0, 10]);
     for (step, psnr, moved) in compared {

@@ -66,31 +66,24 @@ pub fn free_workspaces() {
 /// Every call goes to the stream of q's candle device, and once planned it only launches. So it may be captured into
 /// a CUDA graph after one call outside; handle and shape must then outlive the graph.
 ///
-/// # Denoising loops
-/// Recipes of V-Smooth order the value tokens by a k-means, which is the larger part of their preparation and need
-/// not be done on every step. An [`Order`] for every layer and guidance branch keeps it:
-///
-/// ```
-/// use candle_core::{Device, Tensor};
-/// use vc_attention_candle::{Grouping, Options, Order, VcAttention};
-///
-/// let attention = VcAttention::new(Options::default());
-/// let order = Order::new();
-/// for step in 0..8 {
-///     let x = || Tensor::randn(0f32, 1.0, (1, 256, 2, 64), &Device::Cpu);
-///     // In the first quarter of the steps, from the clusters before; later on the order as it is.
-///     let grouping = if step < 2 { Grouping::Warm } else { Grouping::Reuse };
-///     let o = attention.forward_on(&x()?, &x()?, &x()?, 0.125, &order, grouping)?;
-///     assert_eq!(o.dims(), [1, 256, 2, 64]);
-/// }
-/// # Ok::<(), candle_core::Error>(())
-/// ```
+/// In a denoising loop the token order of V-Smooth need not be made on every step: see [`Denoising`](crate::Denoising), and
+/// [`VcAttention::forward_on`] for loops that decide themselves.
 #[derive(Clone, Debug)]
 pub struct VcAttention {
     options: Arc<Options>,
+    host: Host,
     last: Arc<Mutex<Last>>,
     #[cfg(feature = "cuda")]
     plans: Arc<Mutex<Plans>>,
+}
+
+/// Who computes on tensors in host memory.
+#[derive(Clone, Debug, Default)]
+pub(crate) enum Host {
+    #[default]
+    Cpu,
+    #[cfg(feature = "offload")]
+    Gpu(vc_attention::backend::cuda::Cuda),
 }
 
 /// The last call of a handle.
@@ -123,10 +116,26 @@ impl VcAttention {
     pub fn new(options: Options) -> Self {
         Self {
             options: Arc::new(options),
+            host: Host::Cpu,
             last: Arc::default(),
             #[cfg(feature = "cuda")]
             plans: Arc::default(),
         }
+    }
+
+    /// An attention that computes on a GPU while the tensors stay in host memory: every call copies there and back.
+    ///
+    /// For programs that build candle without its CUDA half, which needs a toolkit: this needs a driver at run time only.
+    /// f16 and bf16; heads whose scores leave the range of f16 run on the CPU, which [`Observed::f32_fallbacks`] counts.
+    #[cfg(feature = "offload")]
+    pub fn offloaded(options: Options, gpu: vc_attention::backend::cuda::Cuda) -> Self {
+        Self { host: Host::Gpu(gpu), ..Self::new(options) }
+    }
+
+    /// The same handle under other options: workspace and [`VcAttention::observed`] are shared.
+    #[must_use]
+    pub fn with_options(&self, options: Options) -> Self {
+        Self { options: Arc::new(options), ..self.clone() }
     }
 
     /// One on the workspace of [`vc_attn`].
@@ -234,6 +243,7 @@ impl VcAttention {
         let found = Arc::new(Mutex::new(None));
         let op = Op {
             options: self.options.clone(),
+            host: self.host.clone(),
             scale,
             order,
             lse,
@@ -258,6 +268,7 @@ impl VcAttention {
 /// One call as candle runs it.
 pub(crate) struct Op {
     pub options: Arc<Options>,
+    pub host: Host,
     pub scale: f32,
     pub order: Option<(Order, Grouping)>,
     /// Whether the LSE is wanted.

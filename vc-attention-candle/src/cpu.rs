@@ -1,14 +1,15 @@
-//! The forward pass on candle's CPU storages.
+//! The forward pass on candle's CPU storages, by the CPU backend or, offloaded, by a GPU.
 
 use std::sync::Arc;
 
 use candle_core::{CpuStorage, DeviceLocation, Result, Shape};
 use vc_attention::backend::Backend;
-use vc_attention::backend::cpu::{Cpu, Orders};
+use vc_attention::backend::cpu::Cpu;
+use vc_attention::grouping::KeptOrder;
 use vc_attention::tensor::Buffer;
-use vc_attention::{OutputType, Plan, Problem, Run, Tensor, run_on_order};
+use vc_attention::{Output, OutputType, Plan, Problem, Report, Tensor, run_on_order};
 
-use crate::attention::{Observed, Op};
+use crate::attention::{Host, Observed, Op};
 use crate::order::{Grouping, Labels, Made};
 use crate::tensors::{Storages, with_problem};
 
@@ -23,43 +24,54 @@ pub(crate) struct Forward {
 }
 
 pub(crate) fn forward(op: &Op, storages: Storages<CpuStorage>) -> Result<Forward> {
-    let run = with_problem(storages, op.scale, &op.options, |problem| attend(op, problem))?;
-    let [batch, heads, tokens, dim] = run.output.o.shape();
+    let (output, report) = with_problem(storages, op.scale, &op.options, |problem| match &op.host {
+        Host::Cpu => attend(&Cpu, op, problem),
+        #[cfg(feature = "offload")]
+        Host::Gpu(gpu) => attend(gpu, op, problem),
+    })?;
+    let [batch, heads, tokens, dim] = output.o.shape();
     Ok(Forward {
-        o: tokens_first(&run.output.o),
+        o: tokens_first(&output.o),
         shape: Shape::from((batch, tokens, heads, dim)),
-        lse: run.output.lse.map(CpuStorage::F32),
+        lse: output.lse.map(CpuStorage::F32),
         observed: Observed {
-            max_score: run.output.observed.max_score,
-            f32_fallbacks: run.output.observed.f32_fallbacks,
+            max_score: output.observed.max_score,
+            f32_fallbacks: output.observed.f32_fallbacks,
             out_of_range: false,
-            mean_share: run.report.mean_share,
+            mean_share: report.mean_share,
         },
     })
 }
 
-fn attend(op: &Op, problem: &Problem) -> vc_attention::Result<Run<Cpu>> {
+fn attend<B>(backend: &B, op: &Op, problem: &Problem) -> vc_attention::Result<(Output, Report)>
+where
+    B: Backend<Kept = Vec<KeptOrder>>,
+{
     let wanted = vc_attention::Options { output: OutputType::Input, lse: op.lse };
     let plan = Plan::new(problem, &op.options.recipe, wanted)?;
-    let order = order(op, &plan, problem)?;
-    run_on_order(&Cpu, &plan, problem, order)
+    let order = order(backend, op, &plan, problem)?;
+    let run = run_on_order(backend, &plan, problem, order)?;
+    Ok((run.output, run.report))
 }
 
 /// The token order of the call; kept where the caller keeps one.
-fn order(op: &Op, plan: &Plan, problem: &Problem) -> vc_attention::Result<Orders> {
+fn order<B>(backend: &B, op: &Op, plan: &Plan, problem: &Problem) -> vc_attention::Result<B::Order>
+where
+    B: Backend<Kept = Vec<KeptOrder>>,
+{
     let Some((order, grouping)) = op.order.as_ref().filter(|_| plan.recipe.grouping.order.clusters()) else {
-        return Cpu.group(plan, problem, None);
+        return backend.group(plan, problem, None);
     };
     let made = Made::new(DeviceLocation::Cpu, &plan.shape, &op.options);
     let kept = match order.start(*grouping, &made)? {
-        Some(Labels::Cpu(kept)) => Some(Cpu.restore(plan, problem, &kept)?),
+        Some(Labels::Cpu(kept)) => Some(backend.restore(plan, problem, &kept)?),
         _ => None,
     };
     match kept {
         Some(orders) if *grouping == Grouping::Reuse => Ok(orders),
         start => {
-            let orders = Cpu.group(plan, problem, start.as_ref())?;
-            order.keep(made, Labels::Cpu(Arc::new(Cpu.keep(&orders)?)));
+            let orders = backend.group(plan, problem, start.as_ref())?;
+            order.keep(made, Labels::Cpu(Arc::new(backend.keep(&orders)?)));
             Ok(orders)
         }
     }

@@ -13,8 +13,9 @@
 //!
 //! - [`vc_attn`] and [`vc_attn_with_lse`] are single calls; [`Options`] choose the [`Recipe`] and hold valid lengths
 //!   and the latent grid.
-//! - [`VcAttention`] is a handle for a model: it owns its GPU workspace, keeps the token order of V-Smooth over
-//!   denoising steps ([`Order`], [`Grouping`]), and tells whether scores stayed in range.
+//! - [`VcAttention`] is a handle for a model: it owns its GPU workspace and tells whether scores stayed in range.
+//! - [`Denoising`] is the attention of a denoising loop: it decides on which steps V-Smooth groups tokens, and keeps their
+//!   order in between.
 //! - [`supports`] says beforehand whether a device can run a recipe.
 //!
 //! # Devices
@@ -43,6 +44,7 @@ mod attention;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod denoising;
 mod error;
 mod options;
 mod order;
@@ -50,7 +52,9 @@ mod support;
 mod tensors;
 
 pub use attention::{Observed, VcAttention, free_workspaces, vc_attn, vc_attn_with_lse};
+pub use denoising::Denoising;
 pub use options::Options;
 pub use order::{Grouping, Order};
 pub use support::supports;
+pub use vc_attention::schedule::{Counts, Decision, Demeaning, ScheduleConfig, Site, Source, Window};
 pub use vc_attention::{self, Recipe};

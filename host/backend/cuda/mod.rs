@@ -213,7 +213,8 @@ impl Backend for Cuda {
         }
         let fits = kept.len() == batch * kv_heads
             && kept.iter().enumerate().all(|(index, kept)| {
-                kept.tokens() == problem.kv_len(index / kv_heads) && kept.clusters() <= session.plan.clusters()
+                kept.tokens() == problem.kv_len(index / kv_heads)
+                    && kept.clusters() <= session.plan.clusters()
             });
         if !fits {
             return Err(Error::Tensor {
