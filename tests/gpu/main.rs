@@ -17,3 +17,4 @@ mod inputs;
 mod large;
 mod sanitize;
 mod stages;
+mod warp_level;

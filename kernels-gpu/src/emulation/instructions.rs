@@ -104,12 +104,7 @@ pub(crate) fn warp(operation: &str, parameter: u32, value: u64, ordered: bool) -
 
 /// An exchange of the 16-byte rows or operand registers of a full warp, as [`warp`].
 #[track_caller]
-pub(crate) fn warp_wide(
-    operation: &str,
-    parameter: u32,
-    value: [u64; 3],
-    ordered: bool,
-) -> [[u64; 3]; 32] {
+pub(crate) fn warp_wide(operation: &str, parameter: u32, value: [u64; 3], ordered: bool) -> [[u64; 3]; 32] {
     let mut round = None;
     wait(
         || operation.into(),

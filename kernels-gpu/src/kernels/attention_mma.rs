@@ -87,7 +87,8 @@ type Fragments = [[u32; 4]; 8];
 unsafe fn load_queries(call: &Call, work: &Work, steps: usize, tile_bytes: usize) -> Fragments {
     let (warp, lane) = (thread_idx_x() as usize / 32, thread_idx_x() as usize % 32);
     let tiles_a_head = call.q_tokens.div_ceil(2 * ROWS as u32) as usize * 2;
-    let tile = (work.batch * call.q_heads + work.h) as usize * tiles_a_head + work.row as usize / ROWS + warp / 4;
+    let tile =
+        (work.batch * call.q_heads + work.h) as usize * tiles_a_head + work.row as usize / ROWS + warp / 4;
     let mut q = [[0; 4]; 8];
     for step in 0..steps {
         for i in 0..4 {
@@ -511,21 +512,25 @@ struct State<M> {
 impl<M> State<M> {
     /// A <- alpha A + P R for one value tile.
     #[inline(always)]
-    unsafe fn add_values(&mut self, p: &Codes, v: Operand, alpha: Rows) {
+    unsafe fn add_values(&mut self, p: &Codes, v: Operand, alpha: Rows, not_zero: u32) {
         let p = p.as_chunks::<4>().0;
-        for (j, out) in self.out.as_chunks_mut::<4>().0.iter_mut().enumerate() {
-            let mut product = [0.0; 4];
-            for pair in 0..2 {
-                // SAFETY: the whole warp is here; the tile has landed.
-                unsafe {
-                    let [b, next] = v.fragments(j, pair);
-                    mma::m16n8k32_f32_e4m3(&mut product, p[2 * pair], b);
-                    mma::m16n8k32_f32_e4m3(&mut product, p[2 * pair + 1], next);
+        for (part, out) in self.out.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+            softmax::stay(not_zero, || {
+                for (j, out) in out.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+                    let mut product = [0.0; 4];
+                    for pair in 0..2 {
+                        // SAFETY: the whole warp is here; the tile has landed.
+                        unsafe {
+                            let [b, next] = v.fragments(8 * part + j, pair);
+                            mma::m16n8k32_f32_e4m3(&mut product, p[2 * pair], b);
+                            mma::m16n8k32_f32_e4m3(&mut product, p[2 * pair + 1], next);
+                        }
+                    }
+                    for (i, out) in out.iter_mut().enumerate() {
+                        *out = convert::fma(*out, alpha[i / 2], product[i]);
+                    }
                 }
-            }
-            for (i, out) in out.iter_mut().enumerate() {
-                *out = convert::fma(*out, alpha[i / 2], product[i]);
-            }
+            });
         }
     }
 
@@ -599,7 +604,7 @@ unsafe fn attend<S: Scores, W: Weights, const SMOOTH: bool>(
             for row in 0..2 {
                 state.sum[row] = convert::fma(state.sum[row], alpha[row], r[row]);
             }
-            state.add_values(&p, v, alpha);
+            state.add_values(&p, v, alpha, call.group.get());
 
             // A <- A + r mu^T, 16 key blocks at a time
             if SMOOTH {

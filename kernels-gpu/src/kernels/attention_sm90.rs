@@ -50,7 +50,7 @@ use core::num::NonZeroU32;
 
 use super::epilogue::{Call, RowEnd, Work, finish};
 pub use super::epilogue::{OUT_BF16, OUT_F16, OUT_F32};
-use super::softmax::{self, Exp2, ExpCast, Pending, Rows, mask, pack, quad_sum};
+use super::softmax::{self, Exp2, ExpCast, Pending, Rows, mask, pack, quad_sum, stay};
 use super::tiles::{self, KEYS, MEAN_BLOCKS, MEAN_BYTES, ROWS, V_BYTES};
 use super::{ONES_BYTES, STAGES_E4M3, STAGES_F16};
 use crate::ptx::bulk_copy::global_to_shared;
@@ -510,21 +510,6 @@ impl State {
         let means = Descriptor::plain(means, 128, 256);
         // SAFETY: the caller's protocol; the tile has landed.
         unsafe { wgmma::m64n128k16_f32_f16(&mut self.partial.values, self.pending.sums, means, accumulate) }
-    }
-}
-
-/// Runs `body` once, in a loop that only `not_zero` ends.
-///
-/// ptxas knows no order between arithmetic and the wait for a product that the arithmetic has nothing to do with, and
-/// moves it behind the wait, where the Tensor Core idles; out of a loop it does not move it.
-#[inline(always)]
-fn stay(not_zero: u32, mut body: impl FnMut()) {
-    loop {
-        body();
-        // Pinned, or LLVM would conclude from an earlier loop's end that this one ends too.
-        if wgmma::pinned(not_zero) != 0 {
-            break;
-        }
     }
 }
 

@@ -82,7 +82,13 @@ impl Call {
 /// # Safety
 /// The contract of the entry; the whole warp executes it together.
 #[inline(always)]
-pub(super) unsafe fn finish(call: &Call, work: &Work, out: &[f32; 64], sum: &Rows, ends: impl FnOnce() -> [RowEnd; 2]) {
+pub(super) unsafe fn finish(
+    call: &Call,
+    work: &Work,
+    out: &[f32; 64],
+    sum: &Rows,
+    ends: impl FnOnce() -> [RowEnd; 2],
+) {
     let thread = thread_idx_x();
     let first = work.row + thread / 32 * 16 + thread % 32 / 4;
     let [upper, lower] = ends();
@@ -123,8 +129,7 @@ unsafe fn finish_row<const ROW: usize>(
     }
     let lane = thread_idx_x() as usize % 4;
     let mut inverse = 1.0 / sum[ROW];
-    let mut lse =
-        convert::fma(end.shift, 0.125, convert::log2(sum[ROW]) - 8.0) * core::f32::consts::LN_2;
+    let mut lse = convert::fma(end.shift, 0.125, convert::log2(sum[ROW]) - 8.0) * core::f32::consts::LN_2;
     // SAFETY: a row below q_tokens and the sizes of the contract.
     unsafe {
         if work.keys == 0 {

@@ -8,7 +8,7 @@ use super::tiles::KEYS;
 use crate::ptx::f16x2::{self, splat};
 use crate::ptx::shuffle::{permute, shuffle_xor};
 use crate::ptx::special::thread_idx_x;
-use crate::ptx::convert;
+use crate::ptx::{convert, wgmma};
 
 /// Scores of a thread: two rows by 32 of 128 keys.
 pub(super) type Scores = [u32; KEYS / 4];
@@ -79,6 +79,21 @@ pub(super) fn pack(s: &Scores, select: u32, p: &mut Codes) {
     for (i, p) in p.iter_mut().enumerate() {
         let (pair, row) = (i / 2, i % 2);
         *p = permute(s[4 * pair + row], s[4 * pair + 2 + row], select);
+    }
+}
+
+/// Runs `body` once, in a loop that only `not_zero` ends.
+///
+/// ptxas knows no order between arithmetic and the wait for a product that the arithmetic has nothing to do with, and
+/// moves it behind the wait, where the Tensor Core idles; out of a loop it does not move it.
+#[inline(always)]
+pub(super) fn stay(not_zero: u32, mut body: impl FnMut()) {
+    loop {
+        body();
+        // Pinned, or LLVM would conclude from an earlier loop's end that this one ends too.
+        if wgmma::pinned(not_zero) != 0 {
+            break;
+        }
     }
 }
 

@@ -120,14 +120,21 @@ mod host {
         let all = warp_wide(name, 0, [pair(a[0], a[1]), pair(a[2], a[3]), pair(b[0], b[1])], false);
         let register = |lane: usize, i: usize| (all[lane][i / 2] >> (i % 2 * 32)) as u32;
         let (g, q) = (thread_index() as usize % 32 / 4, thread_index() as usize % 4);
-        core::array::from_fn(|i| {
-            let (row, column) = (i / 2, 2 * q + i % 2);
-            (0..8 * elements).fold(0.0, |sum, k| {
-                let (half, quad, part) =
-                    (k / (4 * elements), k % (4 * elements) / elements, k % elements);
-                let a = value(register(4 * g + quad, 2 * half + row), part);
-                sum + a * value(register(4 * column + quad, 4 + half), part)
+        // A row or column along k: its four lanes hold `elements` values each, in one register and then in another.
+        let line = |first: usize, registers: [usize; 2]| -> [f32; 32] {
+            core::array::from_fn(|k| match k {
+                k if k >= 8 * elements => 0.0,
+                k => {
+                    let (half, quad) = (k / (4 * elements), k % (4 * elements) / elements);
+                    value(register(first + quad, registers[half]), k % elements)
+                }
             })
+        };
+        let rows = [line(4 * g, [0, 2]), line(4 * g, [1, 3])];
+        let columns = [line(8 * q, [4, 5]), line(8 * q + 4, [4, 5])];
+        core::array::from_fn(|i| {
+            let pairs = rows[i / 2].iter().zip(&columns[i % 2]).take(8 * elements);
+            pairs.fold(0.0, |sum, (a, b)| sum + a * b)
         })
     }
 
