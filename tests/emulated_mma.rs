@@ -3,7 +3,7 @@
 
 mod emulated;
 
-use emulated::{Family, checks};
+use emulated::{Case, Family, Qk, checks};
 
 #[test]
 fn every_entry_at_odd_lengths() {
@@ -53,4 +53,16 @@ fn a_nan_in_a_query_stays_in_its_row() {
 #[test]
 fn the_lse_bias_of_expcast_is_small() {
     checks::the_lse_bias_of_expcast_is_small(Family::Mma);
+}
+
+/// f16 scores end at 512 code units (44 nats), where the CPU backend leaves them too; INT8 ones are f32.
+#[test]
+fn int8_scores_have_no_range() {
+    for sharpness in [20.0, 200.0] {
+        for exact in [false, true] {
+            let case = Case { qk: Qk::Int8, exact, sharpness, ..Case::new(Family::Mma, 40, 300) };
+            let outcome = checks::check(&case);
+            assert!(outcome.row_max[0] > 20.0 * sharpness, "largest |row max| {}", outcome.row_max[0]);
+        }
+    }
 }

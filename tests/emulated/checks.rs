@@ -20,7 +20,7 @@ fn run(case: &Case) -> Outcome {
 }
 
 /// Runs a case and holds it to the tolerances.
-fn check(case: &Case) -> Outcome {
+pub fn check(case: &Case) -> Outcome {
     let name = format!("{} {case:?}", case.name());
     let outcome = run(case);
     let kernel = rel_l2(&outcome.o, outcome.exact_o.iter().copied());

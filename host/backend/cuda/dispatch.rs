@@ -120,7 +120,7 @@ const fn warp_level(arch: &'static str) -> Result<Kernels, &'static str> {
 const NO_FP8: &str = "it has no FP8 Tensor Cores, and every kernel multiplies E4M3 probabilities with E4M3 values: INT8 or \
      FP16 Q and K would need a quantizer and a product for BF16 values beside them";
 
-/// The table. A capability that is not in it and later than the last is served by [`FALLBACK`].
+/// The table. A GPU later than sm_89 whose capability is not in it is served as those of the last row.
 pub const TABLE: &[Row] = &[
     Row { capabilities: &[(8, 0), (8, 6), (8, 7)], gpus: "A100, RTX 3090", kernels: Err(NO_FP8) },
     Row { capabilities: &[(8, 9)], gpus: "L40S, RTX 4090", kernels: warp_level("sm_89") },

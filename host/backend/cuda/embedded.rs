@@ -3,7 +3,7 @@
 /// PTX by architecture, as committed in `kernels-gpu/ptx`.
 const PTX: &[(&str, &str)] = include!(concat!(env!("OUT_DIR"), "/embedded_ptx.rs"));
 
-/// One architecture's kernels and what they need; [`dispatch`](super::dispatch) says which GPUs it serves.
+/// One architecture's kernels and what they need; [`TABLE`](super::TABLE) says which GPUs it serves.
 #[derive(Clone, Copy, Debug)]
 pub struct Image {
     /// Target architecture.

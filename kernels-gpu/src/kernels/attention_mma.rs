@@ -33,6 +33,7 @@ use core::marker::PhantomData;
 use core::num::NonZeroU32;
 
 use super::epilogue::{Call, RowEnd, Work, finish};
+pub use super::epilogue::{OUT_BF16, OUT_F16, OUT_F32};
 use super::softmax::{self, Codes, Exp2, ExpCast, LOWEST, Pending, Rows, quad_sum};
 use super::tiles::{self, KEYS, MEAN_BLOCKS, MEAN_BYTES, ROWS, V_BYTES, swizzle_128};
 use super::{MMA_STAGES_8_BIT, MMA_STAGES_F16};
