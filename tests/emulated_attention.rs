@@ -1,159 +1,56 @@
 //! The Hopper attention kernel, run thread by thread on the host (`docs/emulation.md`), against the CPU backend's
 //! numerics and against f64 on the same dequantized operands.
-//!
-//! Tolerances, of relative L2 errors over the whole output:
-//!
-//! - against f64: 1.05 times the CPU backend's own error plus 1e-4;
-//! - against the CPU backend: 1e-6 (the order of f32 sums) where the two compute the same, 5e-4 where the kernel
-//!   takes short cuts from the second tile on: with ExpCast it rescales between references rounded to f16, with
-//!   means it keeps their row sums in f16 while rescaling;
-//! - LSE: 1e-5 against the CPU backend, 6e-3 with ExpCast (half the f16 spacing of a row max below 256, in nats).
 
 mod emulated;
 
-use emulated::{Case, Out, Outcome, attend, rel_l2};
-use half::{bf16, f16};
-use kernels_gpu::emulation::Schedule;
-
-/// Runs a case; a fault is a failure.
-fn run(case: &Case) -> Outcome {
-    attend(case).unwrap_or_else(|fault| panic!("{} {case:?}\n{fault}", case.name()))
-}
-
-/// Runs a case and holds it to the tolerances.
-fn check(case: &Case) -> Outcome {
-    let name = format!("{} {case:?}", case.name());
-    let outcome = run(case);
-    let kernel = rel_l2(&outcome.o, outcome.exact_o.iter().copied());
-    let cpu = rel_l2(&outcome.cpu_o, outcome.exact_o.iter().copied());
-    assert!(kernel <= 1.05 * cpu + 1e-4, "{name}: {kernel:.2e} from f64, the CPU backend {cpu:.2e}");
-    let between = rel_l2(&outcome.o, outcome.cpu_o.iter().map(|&x| f64::from(x)));
-    let same = case.kv_tokens <= 128 || case.exact && !case.smooth;
-    let limit = if same { 1e-6 } else { 5e-4 };
-    assert!(between <= limit, "{name}: {between:.2e} from the CPU backend");
-    let limit = if case.exact { 1e-5 } else { 6e-3 };
-    for (i, (&a, &b)) in outcome.lse.iter().zip(&outcome.cpu_lse).enumerate() {
-        assert!(a == b || (a - b).abs() <= limit, "{name}: LSE {i} is {a}, the CPU backend's {b}");
-    }
-    let row_max = outcome.row_max.iter().copied().fold(0.0, f32::max);
-    assert_eq!(row_max, outcome.cpu_row_max, "{name}: the largest row max");
-    outcome
-}
-
-/// The output types are roundings of f32; everything else is the same bits.
-fn bits(values: &[f32]) -> Vec<u32> {
-    values.iter().map(|x| x.to_bits()).collect()
-}
+use emulated::{Family, checks};
 
 #[test]
 fn every_entry_at_odd_lengths() {
-    let shapes =
-        [(1, 1), (64, 2), (127, 127), (128, 128), (200, 129), (64, 191), (1, 300), (200, 300), (129, 256)];
-    let schedules = [Schedule::Oldest, Schedule::Newest, Schedule::Random(1)];
-    for (i, (q, kv)) in shapes.into_iter().enumerate() {
-        for case in Case::new(q, kv).entries() {
-            check(&Case { schedule: schedules[i % 3], promote: 1 + i as u32 % 3, ..case });
-        }
-    }
+    checks::every_entry_at_odd_lengths(Family::Sm90);
 }
 
 #[test]
 fn batches_of_grouped_heads_with_lengths() {
-    let lens = Some(vec![129, 191]);
-    let case =
-        Case { batch: 2, q_heads: 4, kv_heads: 2, kv_lens: lens, out: Out::F32, ..Case::new(130, 300) };
-    for case in case.entries() {
-        check(&case);
-    }
+    checks::batches_of_grouped_heads_with_lengths(Family::Sm90);
 }
 
 #[test]
 fn heads_of_fewer_channels_are_padded() {
-    for head_dim in [64, 72] {
-        for case in Case::new(66, 200).entries() {
-            check(&Case { q_heads: 2, head_dim, ..case });
-        }
-    }
+    checks::heads_of_fewer_channels_are_padded(Family::Sm90);
 }
 
 #[test]
 fn no_valid_key_gives_zeros() {
-    for case in Case::new(127, 300).entries() {
-        let case = Case { batch: 2, kv_lens: Some(vec![0, 127]), ..case };
-        let outcome = check(&case);
-        let (empty, full) = outcome.o.split_at(127 * 128);
-        assert!(empty.iter().all(|x| *x == 0.0) && full.iter().any(|x| *x != 0.0), "{}", case.name());
-        assert!(outcome.lse[..127].iter().all(|x| *x == f32::NEG_INFINITY), "{}", case.name());
-    }
+    checks::no_valid_key_gives_zeros(Family::Sm90);
 }
 
 #[test]
 fn rings_of_tiles_and_means_go_around() {
-    // 35 tiles: every slot of K and V many times, the slots of means (one for 16 tiles) a second time.
-    for (e4m3, schedule) in [(false, Schedule::Oldest), (true, Schedule::Newest)] {
-        for promote in [1, 4, 1000] {
-            check(&Case { e4m3, schedule, promote, ..Case::new(65, 35 * 128 - 1) });
-        }
-    }
+    checks::rings_of_tiles_and_means_go_around(Family::Sm90);
 }
 
 #[test]
 fn output_types_round_the_same_values() {
-    let wide = check(&Case::new(65, 300));
-    for out in [Out::F16, Out::Bf16] {
-        let narrow = run(&Case { out, ..Case::new(65, 300) });
-        let rounded = wide.o.iter().map(|&x| match out {
-            Out::Bf16 => bf16::from_f32(x).to_f32(),
-            _ => f16::from_f32(x).to_f32(),
-        });
-        assert_eq!(bits(&narrow.o), bits(&rounded.collect::<Vec<_>>()), "{out:?}");
-        assert_eq!(bits(&narrow.lse), bits(&wide.lse));
-    }
+    checks::output_types_round_the_same_values(Family::Sm90);
 }
 
 #[test]
 fn the_order_of_threads_changes_nothing() {
-    for case in [Case::new(200, 500), Case { e4m3: true, exact: true, ..Case::new(200, 700) }] {
-        let first = check(&case);
-        for schedule in [Schedule::Newest, Schedule::Random(7), Schedule::Random(8), Schedule::Random(9)] {
-            let other = check(&Case { schedule, ..case.clone() });
-            assert_eq!(bits(&first.o), bits(&other.o), "{schedule:?}");
-            assert_eq!(bits(&first.lse), bits(&other.lse), "{schedule:?}");
-        }
-    }
+    checks::the_order_of_threads_changes_nothing(Family::Sm90);
 }
 
 #[test]
 fn poisoned_heads_are_nan_and_others_unchanged() {
-    for case in (Case { q_heads: 4, kv_heads: 2, ..Case::new(3, 130) }).entries() {
-        let clean = run(&case);
-        let dirty = run(&Case { poisoned: vec![1], ..case.clone() });
-        let half = clean.o.len() / 2;
-        let unchanged = bits(&dirty.o[..half]) == bits(&clean.o[..half]);
-        assert!(unchanged, "{}: heads beside a poisoned one", case.name());
-        assert!(dirty.o[half..].iter().all(|x| x.is_nan()), "{}: poisoned heads", case.name());
-        assert!(dirty.lse[6..].iter().all(|x| x.is_nan()) && !dirty.lse[..6].iter().any(|x| x.is_nan()));
-    }
+    checks::poisoned_heads_are_nan_and_others_unchanged(Family::Sm90);
 }
 
 #[test]
 fn a_nan_in_a_query_stays_in_its_row() {
-    for case in Case::new(70, 200).entries() {
-        let clean = run(&case);
-        let dirty = run(&Case { nan_row: Some(66), ..case.clone() });
-        for (row, (a, b)) in clean.o.chunks(128).zip(dirty.o.chunks(128)).enumerate() {
-            let fine = if row == 66 { b.iter().all(|x| x.is_nan()) } else { bits(a) == bits(b) };
-            assert!(fine, "{}: row {row} with a NaN in row 66", case.name());
-        }
-        assert!(dirty.row_max[0].is_nan(), "the largest row max hides a NaN");
-    }
+    checks::a_nan_in_a_query_stays_in_its_row(Family::Sm90);
 }
 
 #[test]
 fn the_lse_bias_of_expcast_is_small() {
-    // The contract: about -0.4% of l. A byte's own error is up to 7.5%, so only the mean says it.
-    let outcome = check(&Case { sharpness: 1.0, ..Case::new(200, 900) });
-    let differences = outcome.lse.iter().zip(&outcome.exact_lse).map(|(a, b)| f64::from(*a) - b);
-    let bias = differences.sum::<f64>() / outcome.lse.len() as f64;
-    assert!((-0.006..0.002).contains(&bias), "mean LSE error {bias}");
+    checks::the_lse_bias_of_expcast_is_small(Family::Sm90);
 }

@@ -195,7 +195,8 @@ fn doctor_reads_the_kernels_back() {
     assert_eq!(cuda["gpus"][0]["name"], "Fake GPU");
     assert_eq!(cuda["gpus"][0]["compute_capability"], "9.0");
     let kernels = cuda["loaded"]["kernels"].as_array().unwrap();
-    assert_eq!(kernels.len() as u64, cuda["embedded"][0]["kernels"].as_u64().unwrap());
+    let hopper = cuda["embedded"].as_array().unwrap().iter().find(|image| image["arch"] == "sm_90a").unwrap();
+    assert_eq!(kernels.len() as u64, hopper["kernels"].as_u64().unwrap());
     assert_eq!((&kernels[0]["registers"], &kernels[0]["local_bytes"]), (&168.into(), &0.into()));
     assert_eq!(report["missing"], serde_json::json!([]));
 
@@ -207,6 +208,51 @@ fn doctor_reads_the_kernels_back() {
         out.split("What is missing").nth(1).unwrap().contains("attention_sm90_f16_expcast_smooth"),
         "{out}"
     );
+}
+
+#[test]
+fn each_gpu_has_its_kernels() {
+    let folder = tempfile::tempdir().unwrap();
+    let input = input(&folder, DType::Bf16);
+    for (gpu, capability, arch, attention) in [
+        ("", "9.0", "sm_90a", "attention_sm90_f16_expcast_smooth"),
+        ("ada", "8.9", "sm_89", "attention_mma_i8_expcast_smooth"),
+        ("rtx-blackwell", "12.0", "sm_120a", "attention_mma_i8_expcast_smooth"),
+        ("b200", "10.0", "sm_89", "attention_mma_f16_exp2_plain"),
+        // In no row: the warp-level kernels serve what comes.
+        ("later", "13.0", "sm_89", "attention_mma_f16_exp2_plain"),
+    ] {
+        let (out, _) = succeeds(vca(gpu).args(["doctor", "--json"]));
+        let report: Value = serde_json::from_str(&out).unwrap();
+        let cuda = &report["cuda"];
+        assert_eq!(cuda["gpus"][0]["compute_capability"], capability);
+        let names: Vec<_> =
+            cuda["loaded"]["kernels"].as_array().unwrap().iter().map(|k| &k["name"]).collect();
+        assert!(names.iter().any(|name| **name == attention), "{gpu}: {names:?}");
+        let rows = cuda["dispatch"].as_array().unwrap();
+        let here: Vec<_> = rows.iter().filter(|row| row["runs_here"] == true).collect();
+        assert_eq!(here.len(), usize::from(gpu != "later"), "{gpu}");
+        for row in here {
+            assert_eq!((&row["arch"], &row["default_recipe"]), (&arch.into(), &"vc16-expcast".into()));
+            let untested = row["state"] == "logic emulated, instruction text assembled only";
+            assert_eq!(untested, gpu != "", "{gpu}: {row}");
+        }
+        // INT8 runs where the warp-level kernels are.
+        for recipe in ["vc8", "vc8-expcast", "vc8-fp8qk", "vc16", "vc16-expcast+demean=off"] {
+            let mut attend = vca(gpu);
+            attend.arg("attend").arg(&input).arg("-o").arg(folder.path().join("out.safetensors"));
+            attend.args(["--recipe", recipe, "--backend", "cuda"]);
+            if gpu.is_empty() && recipe.starts_with("vc8") && recipe != "vc8-fp8qk" {
+                fails(&mut attend, 2, &[recipe, "GPU kernels do not cover", "f16 or e4m3-head"]);
+            } else {
+                assert!(succeeds(&mut attend).0.contains("on Fake GPU"), "{gpu}: {recipe}");
+            }
+        }
+    }
+    let (out, _) = succeeds(vca("ada").arg("doctor"));
+    let rows = out.split("Which GPU runs what").nth(1).unwrap();
+    assert!(rows.contains("L40S, RTX 4090 (compute capability 8.9): runs here; logic emulated"), "{out}");
+    assert!(rows.contains("A100, RTX 3090 (compute capability 8.0, 8.6, 8.7): not supported"), "{out}");
 }
 
 #[test]

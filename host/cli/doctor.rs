@@ -56,6 +56,8 @@ struct Cuda {
     driver_cuda: Option<String>,
     /// Kernels in this binary.
     embedded: Vec<Embedded>,
+    /// Which GPU runs what.
+    dispatch: Vec<Row>,
     gpus: Vec<Gpu>,
     /// The GPU that `--backend auto` takes, with the kernels as its driver built them.
     loaded: Option<Loaded>,
@@ -65,10 +67,24 @@ struct Cuda {
 #[derive(Serialize)]
 struct Embedded {
     arch: &'static str,
-    compute_capabilities: Vec<String>,
     kernels: usize,
     min_cuda: &'static str,
     min_driver: &'static str,
+}
+
+/// GPUs that are served alike.
+#[derive(Serialize)]
+struct Row {
+    compute_capabilities: Vec<String>,
+    gpus: &'static str,
+    /// Architecture of their kernels; none where they are not supported.
+    arch: Option<&'static str>,
+    recipes: &'static [&'static str],
+    default_recipe: Option<&'static str>,
+    /// Whether the kernels that this machine's GPU loaded are these.
+    runs_here: bool,
+    /// What is known of the kernels, or why there are none.
+    state: String,
 }
 
 /// A GPU that the driver lists.
@@ -159,12 +175,12 @@ fn cuda(missing: &mut Vec<String>) -> (Cuda, Option<String>) {
             .iter()
             .map(|image| Embedded {
                 arch: image.arch,
-                compute_capabilities: image.capabilities.iter().map(|&(x, y)| format!("{x}.{y}")).collect(),
-                kernels: image.entries.iter().map(|table| table.len()).sum(),
+                kernels: image.ptx.matches(".visible .entry ").count(),
                 min_cuda: image.min_cuda,
                 min_driver: image.min_driver,
             })
             .collect(),
+        dispatch: cuda::TABLE.iter().map(row).collect(),
         ..Cuda::default()
     };
     if images.is_empty() {
@@ -203,6 +219,11 @@ fn cuda(missing: &mut Vec<String>) -> (Cuda, Option<String>) {
             match cuda::Cuda::new(gpu.ordinal) {
                 Ok(opened) => {
                     device = Some(opened.device());
+                    let (major, minor) = gpu.capability;
+                    let mine = format!("{major}.{minor}");
+                    for row in &mut found.dispatch {
+                        row.runs_here = row.compute_capabilities.contains(&mine);
+                    }
                     found.loaded = Some(loaded(gpu.ordinal, opened.gpu(), missing));
                 }
                 Err(error) => missing.push(format!("GPU {}: {error}.", gpu.ordinal)),
@@ -216,6 +237,21 @@ fn cuda(missing: &mut Vec<String>) -> (Cuda, Option<String>) {
         });
     }
     (found, device)
+}
+
+/// A row of the dispatch table.
+#[cfg(feature = "cuda")]
+fn row(row: &vc_attention::backend::cuda::Row) -> Row {
+    let kernels = row.kernels.ok();
+    Row {
+        compute_capabilities: row.capabilities.iter().map(|(x, y)| format!("{x}.{y}")).collect(),
+        gpus: row.gpus,
+        arch: kernels.map(|k| k.arch),
+        recipes: kernels.map_or(&[], |k| k.family.recipes()),
+        default_recipe: kernels.map(|k| k.default_recipe),
+        runs_here: false,
+        state: row.kernels.map_or_else(|why| format!("not supported: {why}"), |k| k.state.describe()),
+    }
 }
 
 /// What to do where there is no driver library.
@@ -320,12 +356,8 @@ fn text(report: &Report) -> String {
     ];
     lines.extend(cuda.embedded.iter().map(|image| {
         let text = format!(
-            "{} kernels for {} (compute capability {}), CUDA {}, driver {} or newer",
-            image.kernels,
-            image.arch,
-            image.compute_capabilities.join(", "),
-            image.min_cuda,
-            image.min_driver
+            "{} kernels for {}, CUDA {}, driver {} or newer",
+            image.kernels, image.arch, image.min_cuda, image.min_driver
         );
         ("embedded", text)
     }));
@@ -363,6 +395,18 @@ fn text(report: &Report) -> String {
             kernels.add_row(row);
         }
         text += &format!("\n{kernels}\n");
+    }
+    if !cuda.dispatch.is_empty() {
+        text += "\nWhich GPU runs what\n";
+    }
+    for row in &cuda.dispatch {
+        let capabilities = row.compute_capabilities.join(", ");
+        let state = if row.runs_here { format!("runs here; {}", row.state) } else { row.state.clone() };
+        text += &format!("  {} (compute capability {capabilities}): {state}\n", row.gpus);
+        if let (Some(arch), Some(default)) = (row.arch, row.default_recipe) {
+            let recipes = row.recipes.join(", ");
+            text += &format!("    kernels for {arch}; {recipes}; default {default}; others on the CPU\n");
+        }
     }
     text += "\nWhat is missing\n";
     if report.missing.is_empty() {

@@ -17,7 +17,7 @@ use kernels_gpu::ptx::special::{
     sync_threads, thread_idx_x,
 };
 use kernels_gpu::ptx::wgmma::{self, Descriptor, pin};
-use kernels_gpu::ptx::{SharedAddr, convert, f16x2, mma, shared};
+use kernels_gpu::ptx::{SharedAddr, async_copy, convert, f16x2, ldmatrix, mma, shared};
 use proptest::prelude::*;
 
 /// Start of dynamic shared memory in a launch.
@@ -452,6 +452,134 @@ fn bytes_of_a_copy_are_nobodys_until_its_phase_was_seen() {
     assert!(matches!(unseen, Err(Violation::Race { access: "read", .. })), "{unseen:?}");
 }
 
+// Copies of a thread.
+
+#[test]
+fn async_copies_are_their_threads_after_the_wait() {
+    copying(|input| {
+        let lane = thread_idx_x();
+        gpu! {
+            if lane < 16 {
+                async_copy::copy_16(BASE.add(lane * 16), input.add(lane as usize * 16));
+            }
+            async_copy::commit_group();
+            async_copy::wait_group::<0>();
+            if lane < 16 {
+                assert_eq!(load_shared_v4(BASE.add(lane * 16))[0], 0x0302_0100 + lane * 0x1010_1010);
+            }
+            sync_warp();
+            assert_eq!(load_shared_v4(BASE.add(240))[3], 0xfffe_fdfc);
+        }
+    })
+    .expect("no fault");
+}
+
+/// Lane 0 copies two groups of 16 bytes each and waits for all but `PENDING`, then `reader` reads 16 bytes at `at`, behind
+/// a warp barrier if there is one.
+fn copied<const PENDING: u32>(commit: bool, reader: u32, at: u32, barrier: bool) -> Result<(), Violation> {
+    copying(|input| {
+        gpu! {
+            if thread_idx_x() == 0 {
+                async_copy::copy_16(BASE, input);
+                async_copy::commit_group();
+                async_copy::copy_16(BASE.add(16), input.add(16));
+                if commit {
+                    async_copy::commit_group();
+                }
+                async_copy::wait_group::<PENDING>();
+            }
+            if barrier { sync_warp() } else { any_of(1) }
+            if thread_idx_x() == reader {
+                load_shared_v4(BASE.add(at));
+            }
+            any_of(1);
+            if thread_idx_x() == 0 {
+                async_copy::commit_group();
+                async_copy::wait_group::<0>();
+            }
+        }
+    })
+}
+
+#[test]
+fn unwaited_async_copies_may_not_be_touched() {
+    copied::<0>(true, 0, 16, false).expect("its own thread");
+    copied::<0>(true, 5, 16, true).expect("behind a barrier");
+    copied::<1>(true, 5, 0, true).expect("the group that was waited for");
+    assert!(matches!(copied::<1>(true, 0, 16, false), Err(Violation::AsyncCopyInFlight(1040))));
+    assert!(matches!(copied::<2>(true, 5, 0, true), Err(Violation::AsyncCopyInFlight(1024))));
+    // In no group yet.
+    assert!(matches!(copied::<0>(false, 0, 16, false), Err(Violation::AsyncCopyInFlight(1040))));
+    assert!(matches!(copied::<0>(true, 5, 16, false), Err(Violation::Race { access: "read", .. })));
+}
+
+#[test]
+fn async_copies_take_what_the_instruction_takes() {
+    let copy = |to: u32, from: isize| {
+        copying(move |input| {
+            gpu! {
+                if thread_idx_x() == 0 {
+                    async_copy::copy_16(SharedAddr(to), input.offset(from));
+                    async_copy::commit_group();
+                    async_copy::wait_group::<0>();
+                }
+            }
+        })
+    };
+    copy(1024, 240).expect("no fault");
+    assert!(matches!(copy(1032, 0), Err(Violation::Misaligned { alignment: 16, .. })));
+    assert!(matches!(copy(1024, 8), Err(Violation::Misaligned { alignment: 16, .. })));
+    assert!(matches!(copy(1024, 256), Err(Violation::GlobalBounds { .. })));
+    assert!(matches!(copy(1024 + 256, 0), Err(Violation::SharedBounds { .. })));
+}
+
+#[test]
+fn async_copies_overwrite_only_what_everybody_has_read() {
+    let copy = |barrier: bool| {
+        copying(move |input| {
+            let lane = thread_idx_x();
+            gpu! {
+                if lane == 0 {
+                    store_shared_v4(BASE, [1; 4]);
+                }
+                sync_warp();
+                load_shared_v4(BASE);
+                if barrier {
+                    sync_warp();
+                } else {
+                    any_of(1);
+                }
+                if lane == 0 {
+                    async_copy::copy_16(BASE, input);
+                    async_copy::commit_group();
+                    async_copy::wait_group::<0>();
+                }
+            }
+        })
+    };
+    copy(true).expect("no fault");
+    assert!(matches!(copy(false), Err(Violation::Race { access: "write", .. })));
+    let left = copying(|input| {
+        gpu! {
+            if thread_idx_x() == 0 {
+                async_copy::copy_16(BASE, input);
+            }
+            async_copy::commit_group();
+            async_copy::wait_group::<1>();
+        }
+    });
+    assert!(matches!(left, Err(Violation::LeftInFlight(_))));
+    // A write over one that is in flight.
+    let over = copying(|input| {
+        gpu! {
+            async_copy::copy_16(BASE.add(thread_idx_x() % 16 * 16), input);
+            async_copy::commit_group();
+            async_copy::wait_group::<0>();
+        }
+    });
+    assert!(matches!(over, Err(Violation::AsyncCopyInFlight(_) | Violation::Race { access: "write", .. })));
+}
+
 /// A meeting of the warp that orders no memory.
 fn any_of(value: u32) {
     gpu!(warp_max_u32(value));
@@ -773,26 +901,143 @@ fn core_matrices_without_swizzle() {
     .expect("no fault");
 }
 
+/// A register of 16-bit values in a row, from column `k` on.
+fn pair_of_f16(row: usize, k: usize, seed: usize) -> u32 {
+    let [low, high] = [k, k + 1].map(|k| u32::from(small(noise(row, k, seed)).to_bits()));
+    low | high << 16
+}
+
+/// An f16 of few bits.
+fn small(x: u8) -> f16 {
+    f16::from_f32((f32::from(x) - 128.0) / 64.0)
+}
+
+/// A register of bytes in a row, from column `k` on.
+fn four_bytes(row: usize, k: usize, seed: usize) -> u32 {
+    u32::from_le_bytes(std::array::from_fn(|i| e4m3_noise(row, k + i, seed)))
+}
+
+/// A byte of E4M3 between -2 and 2 that is not NaN.
+fn e4m3_noise(row: usize, column: usize, seed: usize) -> u8 {
+    noise(row, column, seed) & 0xbf
+}
+
+/// A lane's registers of A (16 x 8 `elements`) and B, figures of PTX ISA 9.7.14.5.8 and 9.7.14.5.10.
+fn fragments(elements: usize, register: fn(usize, usize, usize) -> u32) -> ([u32; 4], [u32; 2]) {
+    let (g, q) = (thread_idx_x() as usize % 32 / 4, thread_idx_x() as usize % 4);
+    let a = std::array::from_fn(|i| register(g + i % 2 * 8, elements * q + i / 2 * 4 * elements, 1));
+    let b = std::array::from_fn(|i| register(g, elements * q + i * 4 * elements, 2));
+    (a, b)
+}
+
+/// Where element `i` of a lane's four of D lies.
+fn place_of(i: usize) -> (usize, usize) {
+    let (g, q) = (thread_idx_x() as usize % 32 / 4, thread_idx_x() as usize % 4);
+    (g + i / 2 * 8, 2 * q + i % 2)
+}
+
 #[test]
 fn warp_products() {
-    let value = |x: u8| f16::from_f32((f32::from(x) - 128.0) / 64.0);
     launch(32, 0, || {
-        let (g, q) = (thread_idx_x() as usize / 4, thread_idx_x() as usize % 4);
-        let pair = |row, k, seed| {
-            let [low, high] = [k, k + 1].map(|k| u32::from(value(noise(row, k, seed)).to_bits()));
-            low | high << 16
+        let f16_product = |row: usize, column: usize| {
+            (0..16)
+                .map(|k| small(noise(row, k, 1)).to_f32() * small(noise(column, k, 2)).to_f32())
+                .sum::<f32>()
         };
-        let a = std::array::from_fn(|i| pair(g + i % 2 * 8, 2 * q + i / 2 * 8, 1));
-        let b = std::array::from_fn(|i| pair(g, 2 * q + i * 8, 2));
-        let mut d = [0.5; 4];
-        gpu!(mma::m16n8k16_f32_f16(&mut d, a, b));
-        for (i, d) in d.into_iter().enumerate() {
-            let (row, column) = (g + i / 2 * 8, 2 * q + i % 2);
-            let product = |k| value(noise(row, k, 1)).to_f32() * value(noise(column, k, 2)).to_f32();
-            assert_eq!(d, 0.5 + (0..16).map(product).sum::<f32>());
+        let (a, b) = fragments(2, pair_of_f16);
+        let (mut wide, mut narrow) = ([0.5; 4], [f16x2::splat(f16::from_f32(0.5).to_bits()); 2]);
+        gpu! {
+            mma::m16n8k16_f32_f16(&mut wide, a, b);
+            mma::m16n8k16_f16_f16(&mut narrow, a, b);
+        }
+        let e4m3_product = |row: usize, column: usize| {
+            let value = |row, k, seed| e4m3::decode(e4m3_noise(row, k, seed));
+            (0..32).map(|k| value(row, k, 1) * value(column, k, 2)).sum::<f32>()
+        };
+        let (a, b) = fragments(4, four_bytes);
+        let (mut wide8, mut narrow8) = ([0.25; 4], [f16x2::splat(f16::from_f32(0.25).to_bits()); 2]);
+        let mut whole = [7u32; 4];
+        gpu! {
+            mma::m16n8k32_f32_e4m3(&mut wide8, a, b);
+            mma::m16n8k32_f16_e4m3(&mut narrow8, a, b);
+            mma::m16n8k32_s32_s8(&mut whole, a, b);
+        }
+        for i in 0..4 {
+            let (row, column) = place_of(i);
+            let rounded = |x: f32| f16::from_f32(x).to_bits();
+            let half = |d: [u32; 2]| (d[i / 2] >> (i % 2 * 16)) as u16;
+            assert_eq!(wide[i], 0.5 + f16_product(row, column));
+            assert_eq!(half(narrow), rounded(0.5 + f16_product(row, column)), "row {row}, column {column}");
+            assert_eq!(wide8[i], 0.25 + e4m3_product(row, column));
+            assert_eq!(half(narrow8), rounded(0.25 + e4m3_product(row, column)));
+            let signed = |row, k, seed| i32::from(e4m3_noise(row, k, seed) as i8);
+            let exact: i32 = (0..32).map(|k| signed(row, k, 1) * signed(column, k, 2)).sum();
+            assert_eq!(whole[i] as i32, 7 + exact);
         }
     })
     .expect("no fault");
+}
+
+#[test]
+fn warp_products_meet_in_one_instruction() {
+    let found = violation(32, 0, || {
+        let mut d = [0.0; 4];
+        gpu! {
+            if thread_idx_x() == 3 {
+                mma::m16n8k16_f32_bf16(&mut d, [0; 4], [0; 2]);
+            } else {
+                mma::m16n8k16_f32_f16(&mut d, [0; 4], [0; 2]);
+            }
+        }
+    });
+    assert_violation!(found, Violation::Diverged { .. });
+}
+
+#[test]
+fn matrices_come_by_rows() {
+    launch(64, 32 * 16, || {
+        let thread = thread_idx_x();
+        gpu! {
+            if thread < 32 {
+                store_shared_v4(BASE.add(thread * 16), std::array::from_fn(|word| 4 * thread + word as u32));
+            }
+            sync_threads();
+            // Lane 8m + r names row r of matrix m; matrices in reverse, rows rotated.
+            let (m, r) = (thread % 32 / 8, thread % 8);
+            let found = ldmatrix::load_x4(BASE.add(((3 - m) * 8 + (r + 1) % 8) * 16));
+            let (g, q) = (thread % 32 / 4, thread % 4);
+            for (m, found) in found.into_iter().enumerate() {
+                assert_eq!(found, 4 * ((3 - m as u32) * 8 + (g + 1) % 8) + q);
+            }
+        }
+    })
+    .expect("no fault");
+    let load = |lane_0: u32, written: bool| {
+        move || {
+            let lane = thread_idx_x();
+            gpu! {
+                if written {
+                    store_shared_v4(BASE.add(lane * 16), [lane; 4]);
+                    sync_warp();
+                }
+                ldmatrix::load_x4(SharedAddr(if lane == 0 { lane_0 } else { BASE.0 + lane * 16 }));
+            }
+        }
+    };
+    launch(32, 512, load(1024, true)).expect("no fault");
+    assert_violation!(violation(32, 512, load(1032, true)), Violation::Misaligned { alignment: 16, .. });
+    assert_violation!(violation(32, 512, load(1024 + 512, true)), Violation::SharedBounds { .. });
+    assert_violation!(violation(32, 512, load(1024, false)), Violation::Uninitialized(_));
+    let missing = || {
+        let lane = thread_idx_x();
+        gpu! {
+            store_shared_v4(BASE.add(lane * 16), [lane; 4]);
+            if lane != 31 {
+                ldmatrix::load_x4(BASE.add(lane * 16));
+            }
+        }
+    };
+    assert_violation!(violation(32, 512, missing), Violation::Deadlock(_));
 }
 
 /// What may go wrong around a product.

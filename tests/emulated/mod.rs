@@ -1,28 +1,50 @@
-//! One attention call three ways: the kernel under emulation, the CPU backend, and f64 on the same operands.
+//! One attention call three ways: the kernel under emulation, the CPU backend, and f64 on the same operands; and the
+//! properties that every attention kernel has ([`checks`]).
+
+pub mod checks;
 
 use half::{bf16, f16};
 use kernels_gpu::emulation::{Fault, Launch, Memory, Schedule};
 use kernels_gpu::formats::e4m3;
-use kernels_gpu::kernels::attention_sm90 as entries;
 use kernels_gpu::kernels::tiles::{self, HEAD_DIM, KEYS, MEAN_BLOCKS, ROWS};
-use kernels_gpu::kernels::{Entry, SM90};
+use kernels_gpu::kernels::{Entry, MMA, SM90};
+use kernels_gpu::kernels::{attention_mma, attention_sm90};
+use kernels_gpu::layout::scale_groups;
 use kernels_gpu::numerics::{mean, units};
 use rand::SeedableRng;
 use rand::rngs::ChaCha8Rng;
 use rand_distr::{Distribution, StandardNormal};
 use std::num::NonZeroU32;
 use vc_attention::backend::Backend;
-use vc_attention::backend::cpu::{Cpu, Dequantized};
+use vc_attention::backend::cpu::{Codes, Cpu, Dequantized};
 use vc_attention::fidelity::reference::{Operands, attention_head};
 use vc_attention::grouping::GroupingConfig;
-use vc_attention::recipe::{Probabilities, QkFormat, Recipe, RowSums, vc};
+use vc_attention::recipe::{Probabilities, QkFormat, Recipe, RowSums, ScoreType, vc};
 use vc_attention::{Layout, NonFinite, Options, OutputType, Plan, Problem, TensorView, run};
+
+/// Which attention kernel.
+#[allow(dead_code, reason = "each test program has its kernel")]
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Family {
+    /// Hopper's.
+    Sm90,
+    /// The warp-level one, which has no promotion interval.
+    Mma,
+}
+
+/// Format of queries and keys.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Qk {
+    F16,
+    E4m3,
+    Int8,
+}
 
 /// A call: which entry, which sizes, which options.
 #[derive(Clone, Debug)]
 pub struct Case {
-    /// E4M3 queries and keys instead of FP16.
-    pub e4m3: bool,
+    pub family: Family,
+    pub qk: Qk,
     /// Exact exponentials instead of ExpCast.
     pub exact: bool,
     /// With block means.
@@ -55,9 +77,10 @@ pub enum Out {
 
 impl Case {
     /// One head of FP16 ExpCast with means.
-    pub fn new(q_tokens: usize, kv_tokens: usize) -> Self {
+    pub fn new(family: Family, q_tokens: usize, kv_tokens: usize) -> Self {
         Self {
-            e4m3: false,
+            family,
+            qk: Qk::F16,
             exact: false,
             smooth: true,
             batch: 1,
@@ -76,18 +99,30 @@ impl Case {
         }
     }
 
-    /// The same call through each of the eight entries.
+    /// The same call through each of the kernel's entries.
     pub fn entries(&self) -> Vec<Self> {
+        let formats: &[Qk] = match self.family {
+            Family::Sm90 => &[Qk::F16, Qk::E4m3],
+            Family::Mma => &[Qk::F16, Qk::E4m3, Qk::Int8],
+        };
         let flags = [false, true];
-        let each = flags.iter().flat_map(|&e4m3| flags.iter().map(move |&exact| (e4m3, exact)));
-        let each = each.flat_map(|(e4m3, exact)| flags.iter().map(move |&smooth| (e4m3, exact, smooth)));
-        each.map(|(e4m3, exact, smooth)| Self { e4m3, exact, smooth, ..self.clone() }).collect()
+        let each = formats.iter().flat_map(|&qk| flags.iter().map(move |&exact| (qk, exact)));
+        let each = each.flat_map(|(qk, exact)| flags.iter().map(move |&smooth| (qk, exact, smooth)));
+        each.map(|(qk, exact, smooth)| Self { qk, exact, smooth, ..self.clone() }).collect()
     }
 
     pub fn name(&self) -> String {
         format!(
-            "attention_sm90_{}_{}_{}",
-            if self.e4m3 { "e4m3" } else { "f16" },
+            "attention_{}_{}_{}_{}",
+            match self.family {
+                Family::Sm90 => "sm90",
+                Family::Mma => "mma",
+            },
+            match self.qk {
+                Qk::F16 => "f16",
+                Qk::E4m3 => "e4m3",
+                Qk::Int8 => "i8",
+            },
             if self.exact { "exp2" } else { "expcast" },
             if self.smooth { "smooth" } else { "plain" }
         )
@@ -96,12 +131,17 @@ impl Case {
     /// What the CPU backend runs: the recipe of the same numerics, tokens in their own order.
     fn recipe(&self) -> Recipe {
         let p = if self.exact { vc::vc16() } else { vc::vc16_expcast() };
-        let qk = if self.e4m3 { QkFormat::E4m3PerHead } else { QkFormat::F16 };
+        let (qk, scores) = match self.qk {
+            Qk::F16 => (QkFormat::F16, ScoreType::F16),
+            Qk::E4m3 => (QkFormat::E4m3PerHead, ScoreType::F16),
+            Qk::Int8 => (QkFormat::Int8, ScoreType::F32),
+        };
         let row_sums = if self.exact { RowSums::Exact } else { RowSums::Decoded };
         assert!(matches!(p.p, Probabilities::E4m3 { peak: 256.0 } | Probabilities::ExpCast { .. }));
         Recipe {
             qk,
-            rotate_qk: self.e4m3,
+            scores,
+            rotate_qk: self.qk != Qk::F16,
             demean: self.smooth,
             row_sums,
             grouping: GroupingConfig::sequence(),
@@ -155,19 +195,38 @@ struct Tiles {
     k: Vec<u8>,
     v: Vec<u8>,
     means: Vec<u8>,
+    /// INT8 only.
+    q_factor: Vec<f32>,
+    /// INT8 only.
+    k_scale: Vec<f32>,
     v_scale: Vec<f32>,
 }
 
 /// Writes `code` in the format of Q and K at byte `at`.
-fn put(e4m3: bool, tile: &mut [u8], at: usize, code: f64) {
-    if e4m3 {
-        tile[at] = e4m3::encode(code as f32);
-        assert_eq!(f64::from(e4m3::decode(tile[at])), code, "a code of the format");
-    } else {
-        let x = f16::from_f64(code);
-        tile[at..at + 2].copy_from_slice(&x.to_le_bytes());
-        assert_eq!(x.to_f64(), code, "a code of the format");
-    }
+fn put(qk: Qk, tile: &mut [u8], at: usize, code: f32) {
+    let stored = match qk {
+        Qk::E4m3 => {
+            tile[at] = e4m3::encode(code);
+            e4m3::decode(tile[at])
+        }
+        Qk::Int8 => {
+            tile[at] = code as i8 as u8;
+            f32::from(tile[at] as i8)
+        }
+        Qk::F16 => {
+            let x = f16::from_f32(code);
+            tile[at..at + 2].copy_from_slice(&x.to_le_bytes());
+            x.to_f32()
+        }
+    };
+    assert_eq!(stored, code, "a code of the format");
+}
+
+/// What multiplies the codes of a row to give its `values`, `unit` apart: 0 for a row of zeros.
+fn factor(codes: &[f32], values: &[f64], unit: f64) -> f32 {
+    let at = codes.iter().position(|c| *c != 0.0);
+    // The product was made in f64: the quotient is off by an ulp of that.
+    at.map_or(0.0, |at| (values[at] / unit / f64::from(codes[at])) as f32)
 }
 
 /// E4M3 codes, scales and 16-bit means of the values of one head, as the CPU backend makes them.
@@ -200,11 +259,13 @@ fn quantize_v(smooth: bool, v: &[f32], dim: usize) -> (Vec<f32>, Vec<f32>, Vec<f
 
 impl Tiles {
     /// Packs the operands of every head. Tiles behind the valid keys hold NaN: nobody may read them.
-    fn pack(case: &Case, heads: &[Dequantized], v: &[f32]) -> Self {
-        let width = if case.e4m3 { 1 } else { 2 };
+    fn pack(case: &Case, heads: &[Dequantized], codes: &[Codes], v: &[f32]) -> Self {
+        let width = if case.qk == Qk::F16 { 2 } else { 1 };
         let (q_tile, k_tile) = (ROWS * HEAD_DIM * width, KEYS * HEAD_DIM * width);
-        let q_offset = if case.e4m3 { tiles::q_tile_offset_e4m3 } else { tiles::q_tile_offset_f16 };
-        let k_offset = if case.e4m3 { tiles::k_tile_offset_e4m3 } else { tiles::k_tile_offset_f16 };
+        let (q_offset, k_offset): (fn(usize, usize) -> usize, fn(usize, usize) -> usize) = match case.qk {
+            Qk::F16 => (tiles::q_tile_offset_f16, tiles::k_tile_offset_f16),
+            Qk::E4m3 | Qk::Int8 => (tiles::q_tile_offset_e4m3, tiles::k_tile_offset_e4m3),
+        };
         let (q_tiles, kv_tiles) = (case.q_tokens.div_ceil(2 * ROWS) * 2, case.kv_tokens.div_ceil(KEYS));
         let kv_heads = case.batch * case.kv_heads;
         let mean_tiles = kv_tiles.div_ceil(MEAN_BLOCKS);
@@ -214,33 +275,45 @@ impl Tiles {
             k: vec![0x7f; kv_heads * kv_tiles * k_tile],
             v: vec![0x7f; kv_heads * kv_tiles * tiles::V_BYTES],
             means: vec![0x7f; kv_heads * mean_tiles * tiles::MEAN_BYTES],
+            q_factor: vec![f32::NAN; case.batch * case.q_heads * q_tiles * ROWS],
+            k_scale: vec![f32::NAN; kv_heads * kv_tiles * scale_groups::K_GROUPS],
             v_scale: Vec::new(),
         };
         let nats = f64::from(units::NATS);
-        for (tiles, head) in t.q.chunks_exact_mut(q_tiles * q_tile).zip(heads) {
+        let tiles_and_factors =
+            t.q.chunks_exact_mut(q_tiles * q_tile).zip(t.q_factor.chunks_exact_mut(q_tiles * ROWS));
+        for ((tiles, factors), (head, codes)) in tiles_and_factors.zip(heads.iter().zip(codes)) {
             for i in 0..case.q_tokens * HEAD_DIM {
                 let (row, c) = (i / HEAD_DIM, i % HEAD_DIM);
-                let q = if c < head.qk_dim { head.q[row * head.qk_dim + c] } else { 0.0 };
-                // Dividing what was multiplied may be off by an ulp of f64; codes have 11 bits.
-                let code = f64::from((q / nats) as f32);
-                put(case.e4m3, &mut tiles[row / ROWS * q_tile..][..q_tile], q_offset(row % ROWS, c), code);
+                let code = if c < head.qk_dim { codes.q[row * head.qk_dim + c] } else { 0.0 };
+                put(case.qk, &mut tiles[row / ROWS * q_tile..][..q_tile], q_offset(row % ROWS, c), code);
             }
+            let rows = codes.q.chunks_exact(head.qk_dim).zip(head.q.chunks_exact(head.qk_dim));
+            factors.iter_mut().zip(rows).for_each(|(f, (codes, values))| *f = factor(codes, values, nats));
         }
         if let Some(row) = case.nan_row {
-            // 0x7f7f and 0x7f are NaN in the two formats.
+            // 0x7f7f and 0x7f are NaN in two of the formats; what INT8 has no code for is in the factor.
             let at = row / ROWS * q_tile + q_offset(row % ROWS, 77);
             t.q[at..at + width].fill(0x7f);
+            t.q_factor[row] = f32::NAN;
         }
         let group = case.q_heads / case.kv_heads;
         for index in 0..kv_heads {
-            let head = &heads[index * group];
+            let (head, codes) = (&heads[index * group], &codes[index * group]);
             let (keys, dim) = (head.k.len() / head.qk_dim, case.head_dim);
             let used = keys.div_ceil(KEYS);
             let k = &mut t.k[index * kv_tiles * k_tile..][..used * k_tile];
             k.fill(0);
-            for (i, code) in head.k.iter().enumerate() {
+            for (i, code) in codes.k.iter().enumerate() {
                 let (key, c) = (i / head.qk_dim, i % head.qk_dim);
-                put(case.e4m3, &mut k[key / KEYS * k_tile..][..k_tile], k_offset(key % KEYS, c), *code);
+                put(case.qk, &mut k[key / KEYS * k_tile..][..k_tile], k_offset(key % KEYS, c), *code);
+            }
+            let scales = &mut t.k_scale[index * kv_tiles * scale_groups::K_GROUPS..];
+            scales[..used * scale_groups::K_GROUPS].fill(0.0);
+            let rows = codes.k.chunks_exact(head.qk_dim).zip(head.k.chunks_exact(head.qk_dim));
+            for (key, (codes, values)) in rows.enumerate() {
+                let scale = &mut scales[scale_groups::k_group(key)];
+                *scale = scale.max(factor(codes, values, 1.0));
             }
             let v = &v[index * case.kv_tokens * dim..][..keys * dim];
             let (codes, scale, means) = quantize_v(case.smooth, v, dim);
@@ -323,7 +396,10 @@ pub fn attend(case: &Case) -> Result<Outcome, Fault> {
     }
     exact_lse.iter_mut().zip(&lse_shift).for_each(|(l, s)| *l += f64::from(*s));
 
-    let tiles = Tiles::pack(case, &heads, &v);
+    let codes: Vec<Codes> = (0..case.batch * case.q_heads)
+        .map(|i| Cpu.codes(&plan, [i / case.q_heads, i % case.q_heads], &qs, &ks, &vs))
+        .collect();
+    let tiles = Tiles::pack(case, &heads, &codes, &v);
     let (o, lse, row_max) = emulate(case, &tiles, &lse_shift)?;
     let mut cpu_o = Vec::new();
     for index in 0..case.batch * case.q_heads {
@@ -363,82 +439,57 @@ fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<Emulated, Fa
     let lse_shift = gpu.input("lse_shift", lse_shift);
     let row_max = gpu.in_out("row_max", &vec![0u32; heads]);
 
+    let [q_factor, k_scale] = match case.qk {
+        Qk::Int8 => {
+            [("q_factor", &tiles.q_factor), ("k_scale", &tiles.k_scale)].map(|(n, x)| gpu.input(n, x))
+        }
+        Qk::F16 | Qk::E4m3 => [std::ptr::null(); 2],
+    };
     let name = case.name();
-    let entry: &Entry = SM90.iter().find(|e| e.name == name).expect("an entry of the module");
-    macro_rules! function {
-        ($($name:ident)*) => {
-            match name.as_str() {
-                $(stringify!($name) => entries::$name,)*
-                _ => unreachable!("every name of a case"),
-            }
-        };
-    }
-    type Kernel = unsafe fn(
-        *const u8,
-        *const u8,
-        *const u8,
-        *const u8,
-        *const f32,
-        *const u32,
-        *const u32,
-        *mut u8,
-        *mut f32,
-        *const f32,
-        *mut u32,
-        u32,
-        u32,
-        u32,
-        u32,
-        NonZeroU32,
-        u32,
-        i64,
-        i64,
-        i64,
-        u32,
-        u32,
-    );
-    let kernel: Kernel = function!(
-        attention_sm90_f16_expcast_smooth attention_sm90_f16_expcast_plain
-        attention_sm90_f16_exp2_smooth attention_sm90_f16_exp2_plain
-        attention_sm90_e4m3_expcast_smooth attention_sm90_e4m3_expcast_plain
-        attention_sm90_e4m3_exp2_smooth attention_sm90_e4m3_exp2_plain
-    );
+    let entry: &Entry = SM90.iter().chain(MMA).find(|e| e.name == name).expect("an entry of a module");
     let group = NonZeroU32::new((case.q_heads / case.kv_heads) as u32).expect("query heads share kv heads");
     let out_type = match case.out {
-        Out::F32 => entries::OUT_F32,
-        Out::F16 => entries::OUT_F16,
-        Out::Bf16 => entries::OUT_BF16,
+        Out::F32 => attention_sm90::OUT_F32,
+        Out::F16 => attention_sm90::OUT_F16,
+        Out::Bf16 => attention_sm90::OUT_BF16,
     };
     let (token, head) = (case.q_heads * pitch, pitch);
     let batch = case.q_tokens * token;
     let grid = [case.q_tokens.div_ceil(2 * ROWS), case.q_heads, case.batch].map(|n| n as u32);
+    let [q_tokens, kv_tokens, q_heads, kv_heads, head_dim] =
+        [case.q_tokens, case.kv_tokens, case.q_heads, case.kv_heads, case.head_dim].map(|n| n as u32);
+    let strides = [batch, head, token].map(|n| n as i64);
+    macro_rules! call {
+        ($module:ident: $($name:ident)*; $arguments:tt) => {
+            match name.as_str() {
+                $(stringify!($name) => $module::$name $arguments,)*
+                _ => unreachable!("every name of a case"),
+            }
+        };
+    }
     Launch::of(entry).grid(grid).schedule(case.schedule).run(&gpu, || {
         // SAFETY: tiles, outputs and sizes are those of the case.
         unsafe {
-            kernel(
-                q,
-                k,
-                v,
-                means,
-                v_scale,
-                kv_lens,
-                poisoned,
-                out,
-                lse,
-                lse_shift,
-                row_max,
-                case.q_tokens as u32,
-                case.kv_tokens as u32,
-                case.q_heads as u32,
-                case.kv_heads as u32,
-                group,
-                case.head_dim as u32,
-                batch as i64,
-                head as i64,
-                token as i64,
-                case.promote,
-                out_type,
-            );
+            match case.family {
+                Family::Sm90 => call!(
+                    attention_sm90: attention_sm90_f16_expcast_smooth attention_sm90_f16_expcast_plain
+                    attention_sm90_f16_exp2_smooth attention_sm90_f16_exp2_plain
+                    attention_sm90_e4m3_expcast_smooth attention_sm90_e4m3_expcast_plain
+                    attention_sm90_e4m3_exp2_smooth attention_sm90_e4m3_exp2_plain;
+                    (q, k, v, means, v_scale, kv_lens, poisoned, out, lse, lse_shift, row_max, q_tokens, kv_tokens,
+                    q_heads, kv_heads, group, head_dim, strides[0], strides[1], strides[2], case.promote, out_type)
+                ),
+                Family::Mma => call!(
+                    attention_mma: attention_mma_f16_expcast_smooth attention_mma_f16_expcast_plain
+                    attention_mma_f16_exp2_smooth attention_mma_f16_exp2_plain
+                    attention_mma_e4m3_expcast_smooth attention_mma_e4m3_expcast_plain
+                    attention_mma_e4m3_exp2_smooth attention_mma_e4m3_exp2_plain
+                    attention_mma_i8_expcast_smooth attention_mma_i8_expcast_plain
+                    attention_mma_i8_exp2_smooth attention_mma_i8_exp2_plain;
+                    (q, k, v, means, q_factor, k_scale, v_scale, kv_lens, poisoned, out, lse, lse_shift, row_max,
+                    q_tokens, kv_tokens, q_heads, kv_heads, group, head_dim, strides[0], strides[1], strides[2], out_type)
+                ),
+            }
         }
     })?;
 

@@ -20,6 +20,18 @@ fn is(what: &str) -> bool {
     env::var("FAKE_CUDA").is_ok_and(|given| given == what)
 }
 
+/// Compute capability: that of an H200 unless another GPU is asked for.
+fn capability() -> (c_int, c_int) {
+    match env::var("FAKE_CUDA").as_deref() {
+        Ok("ampere") => (8, 0),
+        Ok("ada") => (8, 9),
+        Ok("b200") => (10, 0),
+        Ok("rtx-blackwell") => (12, 0),
+        Ok("later") => (13, 0),
+        _ => (9, 0),
+    }
+}
+
 unsafe extern "C" {
     fn calloc(count: usize, size: usize) -> *mut c_void;
     fn free(at: *mut c_void);
@@ -64,7 +76,8 @@ entries! {
     cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, device: c_int) {
         give(value, match attribute {
             16 => 132,
-            75 => if is("ampere") { 8 } else { 9 },
+            75 => capability().0,
+            76 => capability().1,
             _ => 0,
         })
     }

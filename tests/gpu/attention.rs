@@ -56,6 +56,10 @@ const LENGTHS: [usize; 9] = [1, 2, 127, 128, 129, 191, 239, 1023, 4224];
 #[test]
 fn attention_of_all_lengths() {
     let Some(gpu) = gpu() else { return };
+    of_all_lengths(&gpu, &KERNELS);
+}
+
+pub fn of_all_lengths(gpu: &Gpu, kernels: &[&str]) {
     let heads = [[1, 1], [2, 2], [3, 3], [4, 1], [5, 5], [8, 1], [8, 2]];
     let dims = [128, 40, 48, 64, 72, 80, 96, 112];
     let mut worst = Distances::default();
@@ -67,9 +71,9 @@ fn attention_of_all_lengths() {
         let gaps = [Gaps::None, Gaps::Some][i / 4 % 2];
         let inputs =
             Inputs::new(&case.outliers(100 + i as u64), [DType::Bf16, DType::F16][i % 2], layout, gaps);
-        let few = if q * kv > 1 << 16 { 2 } else { KERNELS.len() };
-        for text in (0..few).map(|j| KERNELS[(i + 3 * j) % KERNELS.len()]) {
-            let d = distances(&gpu, &inputs.problem(), &recipe(text), Wanted { layout, ..Wanted::default() });
+        let few = if q * kv > 1 << 16 { 2 } else { kernels.len() };
+        for text in (0..few).map(|j| kernels[(i + 3 * j) % kernels.len()]) {
+            let d = distances(gpu, &inputs.problem(), &recipe(text), Wanted { layout, ..Wanted::default() });
             check(&d, 0.0, 100.0, &format!("{text}, {case:?}, {layout:?}, gaps {gaps:?}"));
             worst = worst.worst(d);
         }
@@ -80,12 +84,16 @@ fn attention_of_all_lengths() {
 #[test]
 fn attention_in_every_output_type() {
     let Some(gpu) = gpu() else { return };
+    in_every_output_type(&gpu, &KERNELS);
+}
+
+pub fn in_every_output_type(gpu: &Gpu, kernels: &[&str]) {
     let inputs = plain(Case::new([2, 4, 2], [300, 700], 72), 60, DType::Bf16);
-    for text in KERNELS {
+    for &text in kernels {
         for (output, loose) in [(DType::F32, 0.0), (DType::F16, 1e-3), (DType::Bf16, 4e-3)] {
             for layout in [Layout::Bhsd, Layout::Bshd] {
                 let wanted = Wanted { output, layout, ..Wanted::default() };
-                let d = distances(&gpu, &inputs.problem(), &recipe(text), wanted);
+                let d = distances(gpu, &inputs.problem(), &recipe(text), wanted);
                 check(&d, loose, 100.0, &format!("{text}, {output:?} {layout:?} out"));
             }
         }
@@ -128,6 +136,10 @@ fn attention_promotes_at_any_interval() {
 #[test]
 fn attention_of_padded_batches() {
     let Some(gpu) = gpu() else { return };
+    of_padded_batches(&gpu, &KERNELS);
+}
+
+pub fn of_padded_batches(gpu: &Gpu, kernels: &[&str]) {
     for lens in [[0, 1, 128], [129, 0, 700], [255, 513, 699]] {
         let mut data = Case::new([3, 2, 1], [140, 700], 64).outliers(63);
         for (batch, &len) in lens.iter().enumerate() {
@@ -137,9 +149,9 @@ fn attention_of_padded_batches() {
         }
         let inputs = Inputs::new(&data, DType::Bf16, Layout::Bhsd, Gaps::None);
         let problem = Problem { kv_lens: Some(&lens), ..inputs.problem() };
-        for text in KERNELS {
+        for &text in kernels {
             let text = &format!("{text}+k=4");
-            let call = OnGpu::new(&gpu, &problem, &recipe(text), Wanted::default());
+            let call = OnGpu::new(gpu, &problem, &recipe(text), Wanted::default());
             let result = call.run(Grouping::Cold);
             let twin_problem = Problem { nonfinite: NonFinite::Propagate, ..problem };
             let twin = Twin::new(&twin_problem, &recipe(text), &call.orders(&call.operands()));
@@ -163,11 +175,15 @@ fn attention_of_padded_batches() {
 #[test]
 fn attention_of_any_scale() {
     let Some(gpu) = gpu() else { return };
+    of_any_scale(&gpu, &KERNELS);
+}
+
+pub fn of_any_scale(gpu: &Gpu, kernels: &[&str]) {
     let inputs = plain(Case::new([1, 2, 2], [140, 300], 96), 64, DType::Bf16);
-    for text in KERNELS {
+    for &text in kernels {
         for scale in [-0.1, 0.0, 1e-5, 0.3] {
             let problem = Problem { scale: Some(scale), ..inputs.problem() };
-            let d = distances(&gpu, &problem, &recipe(text), Wanted::default());
+            let d = distances(gpu, &problem, &recipe(text), Wanted::default());
             check(&d, 0.0, 1000.0, &format!("{text}, scale {scale}"));
         }
     }
@@ -197,13 +213,17 @@ const BROKEN: [f32; 3] = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY];
 #[test]
 fn attention_of_a_broken_query() {
     let Some(gpu) = gpu() else { return };
+    of_a_broken_query(&gpu, &KERNELS);
+}
+
+pub fn of_a_broken_query(gpu: &Gpu, kernels: &[&str]) {
     let case = Case::new([2, 4, 2], [300, 400], 64);
     let clean = case.outliers(65);
-    for text in KERNELS {
+    for &text in kernels {
         for dtype in [DType::Bf16, DType::F16] {
             let of = |data: &Data| {
                 let inputs = Inputs::new(data, dtype, Layout::Bhsd, Gaps::None);
-                OnGpu::new(&gpu, &inputs.problem(), &recipe(text), Wanted::default()).run(Grouping::Cold)
+                OnGpu::new(gpu, &inputs.problem(), &recipe(text), Wanted::default()).run(Grouping::Cold)
             };
             let reference = of(&clean);
             for (i, value) in BROKEN.into_iter().enumerate() {
@@ -220,13 +240,17 @@ fn attention_of_a_broken_query() {
 #[test]
 fn attention_of_a_broken_key_or_value() {
     let Some(gpu) = gpu() else { return };
+    of_a_broken_key_or_value(&gpu, &KERNELS);
+}
+
+pub fn of_a_broken_key_or_value(gpu: &Gpu, kernels: &[&str]) {
     let case = Case::new([2, 4, 2], [100, 400], 64);
     let clean = case.outliers(66);
-    for text in KERNELS {
+    for &text in kernels {
         for dtype in [DType::Bf16, DType::F16] {
             let of = |data: &Data| {
                 let inputs = Inputs::new(data, dtype, Layout::Bhsd, Gaps::None);
-                OnGpu::new(&gpu, &inputs.problem(), &recipe(text), Wanted::default()).run(Grouping::Cold)
+                OnGpu::new(gpu, &inputs.problem(), &recipe(text), Wanted::default()).run(Grouping::Cold)
             };
             let reference = of(&clean);
             for (i, value) in BROKEN.into_iter().enumerate() {
@@ -299,9 +323,13 @@ fn attention_falls_back() {
 #[test]
 fn attention_gives_the_same_bits() {
     let Some(gpu) = gpu() else { return };
+    gives_the_same_bits(&gpu, &KERNELS);
+}
+
+pub fn gives_the_same_bits(gpu: &Gpu, kernels: &[&str]) {
     let inputs = plain(Case::new([2, 4, 2], [500, 3000], 128), 68, DType::Bf16);
-    for text in KERNELS {
-        let call = OnGpu::new(&gpu, &inputs.problem(), &recipe(text), Wanted::default());
+    for &text in kernels {
+        let call = OnGpu::new(gpu, &inputs.problem(), &recipe(text), Wanted::default());
         let first = call.run(Grouping::Cold);
         for again in 1..5 {
             let next = call.run(Grouping::Cold);

@@ -4,7 +4,7 @@ use std::io::Write;
 use std::sync::{Arc, OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use cudarc::driver::{CudaContext, CudaStream, result};
-use vc_attention::backend::cuda::{Buffer, Device, Stream, driver_present, images};
+use vc_attention::backend::cuda::{Buffer, Device, Stream, driver_present, kernels_for};
 
 /// Tests run side by side; one that watches the whole device (its memory, what every thread may call) runs alone.
 static ALONE: RwLock<()> = RwLock::new(());
@@ -43,6 +43,17 @@ pub fn gpu() -> Option<Gpu> {
     Some(Gpu { stream: stream(&device), device, _shared: Some(shared), _alone: None })
 }
 
+/// The GPU with the warp-level kernels in place of its own, shared with other tests; `None` where there is none.
+pub fn warp_level() -> Option<Gpu> {
+    static DEVICE: OnceLock<Arc<Device>> = OnceLock::new();
+    let own = device()?;
+    let load = || Device::warp_level(own.context().clone());
+    let device =
+        DEVICE.get_or_init(|| load().unwrap_or_else(|e| panic!("the warp-level kernels do not load: {e}")));
+    let shared = ALONE.read().unwrap_or_else(|e| e.into_inner());
+    Some(Gpu { stream: stream(device), device: device.clone(), _shared: Some(shared), _alone: None })
+}
+
 /// The GPU, for this test alone.
 pub fn gpu_alone() -> Option<Gpu> {
     let device = device()?;
@@ -69,7 +80,7 @@ fn device() -> Option<Arc<Device>> {
         }
         let context = CudaContext::new(0).expect("GPU 0 opens");
         let capability = context.compute_capability().expect("the driver knows the GPU");
-        if !images().iter().any(|image| image.capabilities.contains(&capability)) {
+        if kernels_for("this GPU", capability).is_err() {
             return absent("a GPU that no kernel is for");
         }
         Ok(Device::in_context(context).unwrap_or_else(|e| panic!("the kernels do not load: {e}")))

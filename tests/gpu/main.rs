@@ -18,3 +18,4 @@ mod large;
 mod sanitize;
 mod schedule;
 mod stages;
+mod warp_level;

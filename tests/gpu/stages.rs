@@ -9,7 +9,7 @@ use vc_attention::{DType, Layout, NonFinite, Problem, Recipe};
 
 use crate::call::{OnGpu, Twin, Wanted};
 use crate::common::{Case, Rng, recipe};
-use crate::device::{Gpu, gpu};
+use crate::device::{Gpu, gpu, warp_level};
 use crate::inputs::{Gaps, Inputs, plain};
 
 /// V-Smooth and the plain kernel's operands, FP16 and E4M3 (rotated) Q and K.
@@ -70,6 +70,9 @@ const F16: Format = Format {
 const E4M3: Format =
     Format { width: 1, encode: |x| e4m3::encode(x).into(), decode: |bits| e4m3::decode(bits as u8) };
 
+const INT8: Format =
+    Format { width: 1, encode: |x| (x as i8 as u8).into(), decode: |bits| f32::from(bits as u8 as i8) };
+
 /// The element at a byte offset.
 fn element(bytes: &[u8], at: usize, width: usize) -> u32 {
     if width == 1 { bytes[at].into() } else { u16::from_le_bytes([bytes[at], bytes[at + 1]]).into() }
@@ -114,7 +117,11 @@ pub fn check(gpu: &Gpu, case: &str, problem: &Problem, recipe: &Recipe) {
     let twin_problem = Problem { nonfinite: NonFinite::Propagate, ..*problem };
     let twin = Twin::new(&twin_problem, recipe, &call.orders(&operands));
     let case = format!("{case}: {} from {:?}, {:?}", recipe.name, problem.q.dtype(), twin.plan.shape);
-    let format = if recipe.qk == QkFormat::F16 { F16 } else { E4M3 };
+    let format = match recipe.qk {
+        QkFormat::F16 => F16,
+        QkFormat::Int8 => INT8,
+        _ => E4M3,
+    };
     compare(&case, &twin, &operands, format);
 }
 
@@ -228,6 +235,21 @@ fn stages_in_sequence() {
     for (i, dim) in DIMS.into_iter().enumerate() {
         let tokens = [[129, 1023], [1, 191], [64, 128], [200, 127], [65, 2100], [128, 384]][i];
         everywhere(&gpu, "sequence", Case::new([i % 3 + 1, 2, 2], tokens, dim), "sequence");
+    }
+}
+
+/// INT8 queries and keys, which only the warp-level kernels take.
+#[test]
+fn stages_of_int8() {
+    let Some(gpu) = warp_level() else { return };
+    for (i, dim) in DIMS.into_iter().enumerate() {
+        let tokens = [[129, 1023], [1, 191], [64, 128], [200, 127], [65, 2100], [128, 384]][i];
+        for (j, dtype) in TYPES.into_iter().enumerate() {
+            let inputs = plain(Case::new([i % 3 + 1, 4, 2], tokens, dim), 20 + j as u64, dtype);
+            for text in ["vc8", "vc8-expcast+demean=off+order=sequence"] {
+                check(&gpu, "INT8", &inputs.problem(), &recipe(text));
+            }
+        }
     }
 }
 

@@ -2,44 +2,106 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::io::Read;
 use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
-use kernels_gpu::kernels::{Entry, PREPARE, SM90};
+use kernels_gpu::kernels::{Entry, MMA, PREPARE, SM90};
 
 use crate::budget::{Budget, Cost};
 use crate::toolchain::Toolchain;
 use crate::{ptx, ptxas, root};
 
-/// Every architecture that PTX is committed for, with the tables of entries that its module holds.
-const ARCHITECTURES: &[(&str, &[&[Entry]])] = &[("sm_90a", &[SM90, PREPARE])];
+/// A module that is built and committed.
+struct Module {
+    arch: &'static str,
+    /// Which attention kernels it holds: the value of `cfg(attention)` in `kernels-gpu`.
+    family: &'static str,
+    /// Target features beyond those of the architecture: the PTX version where the kernels need a later one.
+    features: Option<&'static str>,
+    /// Whether it is committed compressed: the text of a module is about 3 MB. That of Hopper is what ran on an H200, and
+    /// stays as it was.
+    compressed: bool,
+    /// Its entries.
+    tables: &'static [&'static [Entry]],
+    /// Entries by the beginning of their names that must fit fewer times on a multiprocessor than their table says: ptxas
+    /// needs more registers for this architecture.
+    fewer: &'static [(&'static str, u32)],
+}
+
+impl Module {
+    fn entries(&self) -> Vec<Entry> {
+        let mut entries = self.tables.concat();
+        for entry in &mut entries {
+            if let Some((_, blocks)) = self.fewer.iter().find(|(start, _)| entry.name.starts_with(start)) {
+                entry.min_ctas_per_sm = *blocks;
+            }
+        }
+        entries
+    }
+}
+
+/// Every architecture that PTX is committed for.
+const ARCHITECTURES: &[Module] = &[
+    Module {
+        arch: "sm_90a",
+        family: "sm90",
+        features: None,
+        compressed: false,
+        tables: &[SM90, PREPARE],
+        fewer: &[],
+    },
+    // PTX 8.7 has FP8 products with f16 accumulators.
+    Module {
+        arch: "sm_89",
+        family: "mma",
+        features: Some("+ptx87"),
+        compressed: true,
+        tables: &[MMA, PREPARE],
+        fewer: &[],
+    },
+    Module {
+        arch: "sm_120a",
+        family: "mma",
+        features: Some("+ptx87"),
+        compressed: true,
+        tables: &[MMA, PREPARE],
+        fewer: &[("quantize_q", 3), ("quantize_k_f16", 3), ("quantize_k_e4m3", 3), ("quantize_k_i8", 1)],
+    },
+];
 
 /// Builds, gates and writes the kernels of every architecture, or compares them with what is committed.
-pub fn run(check: bool) -> Result<()> {
+pub fn run(check: bool, only: Option<&str>) -> Result<()> {
     let toolchain = Toolchain::find()?;
     let assembler = ptxas::find()?;
     let committed = root().join("kernels-gpu/ptx");
     let scratch = tempfile::tempdir()?;
     let mut budget = Budget { ptxas: ptxas_version(&assembler)?, kernels: BTreeMap::new() };
 
-    for (arch, tables) in ARCHITECTURES {
-        let entries = &tables.concat();
+    let chosen = |module: &&Module| only.is_none_or(|only| only == module.arch);
+    let known: Vec<_> = ARCHITECTURES.iter().map(|m| m.arch).collect();
+    ensure!(ARCHITECTURES.iter().any(|m| chosen(&m)), "no such architecture; there are {}", known.join(", "));
+    for module in ARCHITECTURES.iter().filter(chosen) {
+        let Module { arch, family, features, .. } = module;
+        let entries = &module.entries();
         let name = format!("vc_attention.{arch}.ptx");
-        let text = ptx::finish(&toolchain.build(root(), arch)?, &toolchain.version, entries)?;
+        let text =
+            ptx::finish(&toolchain.build(root(), arch, family, *features)?, &toolchain.version, entries)?;
         let fresh = scratch.path().join(&name);
         fs::write(&fresh, &text)?;
         let usage = ptxas::assemble(&assembler, &fresh, arch)?;
         budget.kernels.insert(arch.to_string(), costs(entries, &usage)?);
+        let path = committed.join(if module.compressed { format!("{name}.zst") } else { name.clone() });
         if check {
-            compare(&committed.join(&name), &text, &toolchain.version)?;
+            compare(&path, &text, &toolchain.version)?;
         } else {
             fs::create_dir_all(&committed)?;
-            fs::write(committed.join(&name), &text)?;
+            fs::write(&path, if module.compressed { compressed(&text) } else { text.clone().into_bytes() })?;
         }
         println!("{name}: {} entries, {} KiB, gates passed", entries.len(), text.len() / 1024);
     }
-    settle(&committed.join("budget.toml"), &budget, check)
+    settle(&committed.join("budget.toml"), budget, check)
 }
 
 /// Static shared memory from ptxas and dynamic from the table, summed.
@@ -54,9 +116,24 @@ fn costs(entries: &[Entry], usage: &BTreeMap<String, ptxas::Usage>) -> Result<BT
     entries.iter().map(cost).collect()
 }
 
+/// A module as zstd.
+fn compressed(text: &str) -> Vec<u8> {
+    ruzstd::encoding::compress_to_vec(text.as_bytes(), ruzstd::encoding::CompressionLevel::Fastest)
+}
+
+/// The text of a committed module.
+fn read(path: &Path) -> Result<String> {
+    if path.extension().is_none_or(|e| e != "zst") {
+        return Ok(fs::read_to_string(path)?);
+    }
+    let mut text = String::new();
+    ruzstd::decoding::StreamingDecoder::new(fs::File::open(path)?)?.read_to_string(&mut text)?;
+    Ok(text)
+}
+
 /// The same compiler must give the same bytes; another one cannot be compared, which is said loudly.
 fn compare(committed: &Path, text: &str, compiler: &str) -> Result<()> {
-    let old = fs::read_to_string(committed).with_context(|| format!("no {}", committed.display()))?;
+    let old = read(committed).with_context(|| format!("no {}", committed.display()))?;
     let made_by = ptx::compiler(&old).unwrap_or("an unnamed compiler");
     if made_by != compiler {
         eprintln!(
@@ -79,11 +156,15 @@ fn compare(committed: &Path, text: &str, compiler: &str) -> Result<()> {
 }
 
 /// Shows how the budget changed; under `check` a change is a failure, unless ptxas is another one.
-fn settle(path: &Path, budget: &Budget, check: bool) -> Result<()> {
+fn settle(path: &Path, mut budget: Budget, check: bool) -> Result<()> {
     let old = match fs::read_to_string(path) {
         Ok(text) => Budget::parse(&text).with_context(|| format!("cannot read {}", path.display()))?,
         Err(_) => Budget::default(),
     };
+    // What was not built stays as it was.
+    for module in ARCHITECTURES.iter().filter(|m| !budget.kernels.contains_key(m.arch)).collect::<Vec<_>>() {
+        budget.kernels.extend(old.kernels.get_key_value(module.arch).map(|(k, v)| (k.clone(), v.clone())));
+    }
     let diff = budget.diff(&old);
     for line in &diff {
         println!("budget: {line}");

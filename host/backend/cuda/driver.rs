@@ -10,8 +10,10 @@ use std::time::{Duration, Instant};
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{self, CUfunction_attribute_enum as Attribute, CUjit_option_enum as JitOption};
 use cudarc::driver::{CudaContext, CudaStream};
-use kernels_gpu::kernels::Entry;
+use kernels_gpu::kernels::{Entry, PREPARE};
 
+use super::dispatch::{Family, Kernels, kernels_for, warp_level_kernels};
+use super::embedded::{Image, images};
 use crate::error::{Error, Result};
 
 /// A device pointer; 0 where a kernel allows a missing tensor.
@@ -72,6 +74,7 @@ pub struct Device {
     context: Arc<CudaContext>,
     name: String,
     capability: (i32, i32),
+    kernels: Kernels,
     driver: i32,
     multiprocessors: u32,
     module: sys::CUmodule,
@@ -120,6 +123,22 @@ impl Device {
     /// # Errors
     /// As [`Device::new`].
     pub fn in_context(context: Arc<CudaContext>) -> Result<Arc<Self>> {
+        Self::with(context, kernels_for)
+    }
+
+    /// Loads the warp-level kernels for sm_89 in place of the GPU's own, which any GPU from there on can run: to test and
+    /// compare them, and for INT8 queries and keys.
+    ///
+    /// # Errors
+    /// As [`Device::new`].
+    pub fn warp_level(context: Arc<CudaContext>) -> Result<Arc<Self>> {
+        Self::with(context, warp_level_kernels)
+    }
+
+    fn with(
+        context: Arc<CudaContext>,
+        choose: fn(&str, (i32, i32)) -> std::result::Result<Kernels, String>,
+    ) -> Result<Arc<Self>> {
         let driver_call = |doing: &'static str| move |e| failed(doing, e);
         context.bind_to_thread().map_err(driver_call("entering the context"))?;
         let name = context.name().map_err(driver_call("reading the GPU's name"))?;
@@ -133,22 +152,24 @@ impl Device {
         unsafe { sys::cuDriverGetVersion(&mut driver) }
             .result()
             .map_err(driver_call("reading the driver's version"))?;
-        let image = super::embedded::for_capability(capability)
-            .ok_or_else(|| Error::Device { reason: super::embedded::not_covered(&name, capability) })?;
+        let kernels = choose(&name, capability).map_err(|reason| Error::Device { reason })?;
+        let image = images().into_iter().find(|image| image.arch == kernels.arch);
+        let image = image.ok_or_else(|| Error::Device {
+            reason: format!(
+                "this binary holds no kernels for {}: build it with kernels-gpu/ptx there",
+                kernels.arch
+            ),
+        })?;
         let start = Instant::now();
         let module = load(&image, driver)?;
         let load_time = start.elapsed();
-        let functions = image
-            .entries
-            .iter()
-            .copied()
-            .flatten()
-            .map(|&entry| function(module, entry))
-            .collect::<Result<_>>()?;
+        let entries = kernels.family.entries().iter().chain(PREPARE);
+        let functions = entries.map(|&entry| function(module, entry)).collect::<Result<_>>()?;
         Ok(Arc::new(Self {
             context,
             name,
             capability,
+            kernels,
             driver,
             multiprocessors: multiprocessors as u32,
             module,
@@ -165,6 +186,16 @@ impl Device {
     /// Compute capability (major, minor).
     pub fn capability(&self) -> (i32, i32) {
         self.capability
+    }
+
+    /// The kernels that are loaded, as the dispatch table has them.
+    pub fn kernels(&self) -> &Kernels {
+        &self.kernels
+    }
+
+    /// The family of the loaded attention kernels.
+    pub(super) fn family(&self) -> Family {
+        self.kernels.family
     }
 
     /// CUDA version of the driver, 1000 * major + 10 * minor.
@@ -219,7 +250,7 @@ impl Drop for Device {
 }
 
 /// Loads PTX; the driver assembles it.
-fn load(image: &super::embedded::Image, driver: i32) -> Result<sys::CUmodule> {
+fn load(image: &Image, driver: i32) -> Result<sys::CUmodule> {
     let text = CString::new(image.ptx)
         .map_err(|_| Error::Device { reason: "the embedded PTX holds a zero byte".into() })?;
     let mut log = vec![0u8; 8192];

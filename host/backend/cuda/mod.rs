@@ -4,6 +4,7 @@
 //! CPU. [`DevicePlan`] is what an application embeds: it takes device pointers and a stream of anybody's, and its
 //! calls only launch.
 
+mod dispatch;
 mod driver;
 mod embedded;
 mod event;
@@ -15,6 +16,7 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
 
+pub use self::dispatch::{Family, Kernels, Row, State, TABLE, kernels_for};
 pub use self::driver::{Buffer, Device, DevicePtr, Function, Stream, driver_present};
 pub use self::embedded::{Image, images};
 pub use self::event::{StageTimes, Stopwatch, time_stages};
@@ -28,6 +30,7 @@ use crate::error::{Error, Result};
 use crate::grouping::KeptOrder;
 use crate::plan::Plan;
 use crate::problem::{NonFinite, Problem, Shape};
+use crate::recipe::ScoreType;
 use crate::tensor::{DType, Elements, Layout, Tensor, TensorView};
 
 /// One GPU as a backend for tensors in host memory. A call whose scores leave the range of f16 accumulators runs on
@@ -271,8 +274,10 @@ impl Backend for Cuda {
         // SAFETY: as in `group`.
         unsafe { device_plan.attend(self.stream(), tensors) }?;
         let observed = device_plan.observed(self.stream())?;
-        // f16 scores do not serve such heads, and no kernel here has f32 ones: the CPU's numerics do.
-        if observed.saturated || observed.max_score.is_nan() || observed.max_score >= F16_SCORE_LIMIT {
+        // f16 scores do not serve such heads, and no kernel of such formats has f32 ones: the CPU's numerics do.
+        let narrow = plan.recipe.scores == ScoreType::F16;
+        let beyond = observed.max_score.is_nan() || observed.max_score >= F16_SCORE_LIMIT;
+        if narrow && (observed.saturated || beyond) {
             return crate::run(&Cpu, plan, problem, None).map(|run| run.output);
         }
         let s = plan.shape;

@@ -4,15 +4,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use kernels_gpu::kernels::tiles;
+use kernels_gpu::layout::scale_groups;
 use kernels_gpu::numerics::units;
 
+use super::dispatch::Family;
 use super::driver::{Arguments, Device, DevicePtr, Stream};
 use super::workspace::{Layout, Section, Workspace};
 use crate::error::{Error, Result};
 use crate::grouping::{COLD_ITERATIONS, TOKENS_PER_CLUSTER, TokenOrder, WARM_ITERATIONS, default_clusters};
 use crate::problem::Shape;
 use crate::recipe::vc::EXPCAST;
-use crate::recipe::{Probabilities, QkFormat, Recipe, RowSums, ScoreType, VFormat};
+use crate::recipe::{Probabilities, QkFormat, Recipe, RowSums, VFormat};
 use crate::tensor::DType;
 
 /// Channels that the kernels work on; smaller heads are padded with zeros.
@@ -77,7 +79,7 @@ pub struct Spec {
     pub v: Strides,
     /// Strides of o.
     pub o: Strides,
-    /// Key blocks between promotions of the FP8 sums to f32.
+    /// Key blocks between promotions of the FP8 sums to f32, at most: the warp-level kernel promotes every one.
     pub promote: u32,
 }
 
@@ -162,7 +164,9 @@ struct Sections {
     k_mean: Section,
     flags: Section,
     q: Section,
+    q_factor: Section,
     k: Section,
+    k_scale: Section,
     v: Section,
     lse_shift: Section,
     block_means: Section,
@@ -180,7 +184,7 @@ impl DevicePlan {
     /// When the kernels do not cover the recipe or the tensors (each says what they take), or when the device
     /// is out of memory.
     pub fn new(device: &Arc<Device>, spec: Spec) -> Result<Self> {
-        let names = checked_names(&spec)?;
+        let names = checked_names(&spec, device.family())?;
         let s = &spec.shape;
         let clusters = match spec.recipe.grouping.order {
             TokenOrder::KMeans => spec
@@ -210,7 +214,7 @@ impl DevicePlan {
     /// # Errors
     /// When the kernels, or those for this device, do not cover the recipe or the tensors.
     pub fn check(device: &Device, spec: &Spec) -> Result<()> {
-        device.function(&checked_names(spec)?.attention).map(drop)
+        device.function(&checked_names(spec, device.family())?.attention).map(drop)
     }
 
     /// Device memory that the plan holds, in bytes.
@@ -550,7 +554,7 @@ impl DevicePlan {
             .with(self.balance())
             .with(if centred { self.ptr(self.at.k_mean) } else { 0 })
             .with(self.ptr(self.at.q))
-            .with(0u64)
+            .with(self.ptr(self.at.q_factor))
             .with(shift)
             .with(self.saturated());
         let side = units::code_unit_factor(self.spec.scale).copysign(self.spec.scale);
@@ -581,15 +585,17 @@ impl DevicePlan {
             .with(self.balance())
             .with(tensors.kv_lens)
             .with(self.ptr(self.at.k))
-            .with(0u64)
+            .with(self.ptr(self.at.k_scale))
             .with(self.saturated());
         let arguments = self
             .kv_sizes(self.strides(arguments, self.spec.k))
             .with(self.rotation())
             .with(units::code_unit_factor(self.spec.scale));
         let name = format!("quantize_k_{}_from_{}", self.names.qk, self.names.input);
+        // Keys of a tile share their INT8 scales, so that one block has them all.
+        let blocks = if self.spec.recipe.qk == QkFormat::Int8 { 1 } else { 2 };
         // SAFETY: by the caller.
-        unsafe { self.launch(stream, &name, 2 * self.sizes.key_blocks * self.sizes.kv_heads, arguments) }
+        unsafe { self.launch(stream, &name, blocks * self.sizes.key_blocks * self.sizes.kv_heads, arguments) }
     }
 
     /// V and its block means, on the order that the plan holds.
@@ -654,7 +660,13 @@ impl DevicePlan {
             .with(self.ptr(self.at.q))
             .with(self.ptr(self.at.k))
             .with(self.ptr(self.at.v))
-            .with(self.ptr(self.at.mean_tiles))
+            .with(self.ptr(self.at.mean_tiles));
+        let family = self.device.family();
+        let arguments = match family {
+            Family::Sm90 => arguments,
+            Family::Mma => arguments.with(self.ptr(self.at.q_factor)).with(self.ptr(self.at.k_scale)),
+        };
+        let arguments = arguments
             .with(self.ptr(self.at.v_scale))
             .with(tensors.kv_lens)
             .with(self.poisoned())
@@ -670,9 +682,12 @@ impl DevicePlan {
             .with(s.head_dim as u32)
             .with(batch)
             .with(head)
-            .with(token)
-            .with(self.spec.promote)
-            .with(out_type);
+            .with(token);
+        let arguments = match family {
+            Family::Sm90 => arguments.with(self.spec.promote),
+            Family::Mma => arguments,
+        };
+        let arguments = arguments.with(out_type);
         let grid = [self.sizes.q_blocks as u32, s.q_heads as u32, s.batch as u32];
         // SAFETY: by the caller.
         unsafe { self.device.function(&self.names.attention)?.launch(stream, grid, arguments) }
@@ -829,6 +844,7 @@ impl Sections {
         let tokens = spec.shape.kv_tokens;
         let grouped = |count: usize| if clusters > 0 { count * kv_heads } else { 0 };
         let wide = if spec.recipe.qk == QkFormat::F16 { 2 } else { 1 };
+        let scaled = |count: usize| if spec.recipe.qk == QkFormat::Int8 { count } else { 0 };
         let demeaned = |count: usize| if spec.recipe.demean { count * kv_heads } else { 0 };
         let runs = key_blocks + clusters;
         Self {
@@ -849,7 +865,9 @@ impl Sections {
             k_mean: layout.section::<f32>(kv_heads * HEAD_DIM),
             flags: layout.section::<u32>(2 * kv_heads),
             q: layout.section::<u8>(q_heads * q_blocks * 2 * tiles::ROWS * HEAD_DIM * wide),
+            q_factor: layout.section::<f32>(scaled(q_heads * q_blocks * 2 * tiles::ROWS)),
             k: layout.section::<u8>(kv_heads * key_blocks * tiles::KEYS * HEAD_DIM * wide),
+            k_scale: layout.section::<f32>(scaled(kv_heads * key_blocks * scale_groups::K_GROUPS)),
             v: layout.section::<u8>(kv_heads * key_blocks * tiles::V_BYTES),
             lse_shift: layout.section::<f32>(q_heads * spec.shape.q_tokens),
             block_means: layout.section::<f32>(demeaned(key_blocks * HEAD_DIM)),
@@ -863,16 +881,16 @@ impl Sections {
     }
 }
 
-/// The entries for a spec that the kernels cover.
-fn checked_names(spec: &Spec) -> Result<Names> {
+/// The entries for a spec that the kernels of the family cover.
+fn checked_names(spec: &Spec, family: Family) -> Result<Names> {
     spec.recipe.validate()?;
-    let names = names(spec)?;
+    let names = names(spec, family)?;
     check_layout(spec)?;
     Ok(names)
 }
 
-/// Chooses the entries of a recipe, or says which part of it no kernel covers.
-fn names(spec: &Spec) -> Result<Names> {
+/// Chooses the entries of a recipe, or says which part of it no kernel of the family covers.
+fn names(spec: &Spec, family: Family) -> Result<Names> {
     let recipe = &spec.recipe;
     let refuse = |what: &str| {
         Err(Error::Recipe {
@@ -880,10 +898,8 @@ fn names(spec: &Spec) -> Result<Names> {
             reason: format!("the GPU kernels do not cover {what}; the CPU backend does"),
         })
     };
-    let qk = match (recipe.qk, recipe.scores) {
-        (QkFormat::F16, ScoreType::F16) => "f16",
-        (QkFormat::E4m3PerHead, ScoreType::F16) => "e4m3",
-        _ => return refuse("this format of Q and K (they take f16 or e4m3-head, with f16 scores)"),
+    let Some(qk) = family.qk(recipe) else {
+        return refuse(&format!("this format of Q and K (they take {})", family.takes()));
     };
     let p = match recipe.p {
         p if p == EXPCAST && recipe.row_sums == RowSums::Decoded => "expcast",
@@ -912,7 +928,7 @@ fn names(spec: &Spec) -> Result<Names> {
             });
         }
     };
-    Ok(Names { input, qk, attention: format!("attention_sm90_{qk}_{p}_{means}") })
+    Ok(Names { input, qk, attention: format!("{}_{qk}_{p}_{means}", family.prefix()) })
 }
 
 /// What the kernels ask of shapes and strides.

@@ -1,7 +1,7 @@
 //! The state of a running block, and what each instruction does to it.
 
 use core::panic::Location;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::vec;
 use std::vec::Vec;
 
@@ -11,11 +11,14 @@ use super::fault::{Violation, Waiting};
 use super::global::Memory;
 use super::schedule::Queue;
 use super::shared::Shared;
-use super::warp::Warp;
+use super::warp::{Brought, Warp};
 use super::warpgroup::{self, Warpgroup};
 
 /// Registers of a multiprocessor.
 const REGISTERS: u32 = 65536;
+
+/// Bytes of a `cp.async`.
+const ASYNC_COPY: u32 = 16;
 
 /// What a thread waits in.
 #[derive(Clone)]
@@ -30,6 +33,15 @@ struct Copy {
     from: *const u8,
     bytes: u32,
     barrier: u32,
+}
+
+/// The `cp.async` of a thread that it has not waited for: the addresses of their 16 bytes.
+#[derive(Clone, Default)]
+struct AsyncCopies {
+    /// Not in a group yet.
+    open: Vec<(u32, *const u8)>,
+    /// Committed groups, the oldest first.
+    groups: VecDeque<Vec<(u32, *const u8)>>,
 }
 
 /// The meeting of a warpgroup in `setmaxnreg`.
@@ -54,6 +66,7 @@ pub(super) struct Block<'a> {
     symbols: BTreeMap<&'static str, u32>,
     mbarriers: BTreeMap<u32, MBarrier>,
     copies: Vec<Copy>,
+    async_copies: Vec<AsyncCopies>,
     named: Vec<Named>,
     warps: Vec<Warp>,
     warpgroups: Vec<Warpgroup>,
@@ -90,6 +103,7 @@ impl<'a> Block<'a> {
             symbols: BTreeMap::new(),
             mbarriers: BTreeMap::new(),
             copies: Vec::new(),
+            async_copies: vec![AsyncCopies::default(); threads as usize],
             named: (0..16).map(|_| Named::default()).collect(),
             warps: (0..threads.div_ceil(32)).map(|_| Warp::default()).collect(),
             warpgroups: (0..warpgroups).map(|_| Warpgroup::new()).collect(),
@@ -234,6 +248,33 @@ impl<'a> Block<'a> {
         Ok(true)
     }
 
+    // cp.async
+
+    pub(super) fn async_copy(&mut self, thread: u32, to: u32, from: *const u8) -> Result<(), Violation> {
+        self.memory.check(from as usize, ASYNC_COPY as usize, ASYNC_COPY, false)?;
+        self.shared.async_copy_issued(&self.causality[thread as usize], to, ASYNC_COPY)?;
+        self.async_copies[thread as usize].open.push((to, from));
+        Ok(())
+    }
+
+    pub(super) fn async_commit(&mut self, thread: u32) {
+        let copies = &mut self.async_copies[thread as usize];
+        let group = core::mem::take(&mut copies.open);
+        copies.groups.push_back(group);
+    }
+
+    /// All groups of a thread but the last `pending` land, which is as late as they may.
+    pub(super) fn async_wait(&mut self, thread: u32, pending: u32) {
+        let now = self.now(thread);
+        let copies = &mut self.async_copies[thread as usize];
+        let over = copies.groups.len().saturating_sub(pending as usize);
+        for (to, from) in copies.groups.drain(..over).flatten() {
+            // SAFETY: the range was checked against the buffers when the copy was issued, and they outlive the launch.
+            let bytes = unsafe { core::slice::from_raw_parts(from, ASYNC_COPY as usize) };
+            self.shared.async_copy_landed(now, to, bytes);
+        }
+    }
+
     // Named barriers. Waiting ones return the round that has to pass.
 
     pub(super) fn named_arrive(
@@ -276,7 +317,7 @@ impl<'a> Block<'a> {
         &mut self,
         thread: u32,
         operation: (&str, u32),
-        value: u64,
+        value: Brought,
         ordered: bool,
     ) -> Result<u64, Violation> {
         let warp = &mut self.warps[thread as usize / 32];
@@ -291,7 +332,7 @@ impl<'a> Block<'a> {
         Ok(round)
     }
 
-    pub(super) fn warp_result(&mut self, thread: u32, round: u64) -> Option<[u64; 32]> {
+    pub(super) fn warp_result(&mut self, thread: u32, round: u64) -> Option<[Brought; 32]> {
         let warp = &self.warps[thread as usize / 32];
         if warp.round == round {
             return None;
@@ -390,6 +431,11 @@ impl<'a> Block<'a> {
     pub(super) fn check_end(&self) -> Result<(), Violation> {
         if let Some(copy) = self.copies.first() {
             let text = std::format!("a bulk copy to {:#x} in flight, which no thread waited for", copy.to);
+            return Err(Violation::LeftInFlight(text));
+        }
+        let open = |c: &AsyncCopies| c.groups.iter().flatten().chain(&c.open).next().map(|(to, _)| *to);
+        if let Some(to) = self.async_copies.iter().find_map(open) {
+            let text = std::format!("a cp.async to {to:#x} in flight, which its thread did not wait for");
             return Err(Violation::LeftInFlight(text));
         }
         self.warpgroups.iter().find_map(Warpgroup::left).map_or(Ok(()), |l| Err(Violation::LeftInFlight(l)))

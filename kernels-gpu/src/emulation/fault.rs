@@ -120,6 +120,9 @@ pub enum Violation {
     /// Shared memory that a bulk copy is still to fill, or whose arrival this thread has not waited for.
     #[error("shared memory {0:#x} is touched while a bulk copy into it is in flight")]
     CopyInFlight(u32),
+    /// Shared memory that a `cp.async` is still to fill.
+    #[error("shared memory {0:#x} is touched before the cp.async into it was waited for")]
+    AsyncCopyInFlight(u32),
     /// Two accesses, one of them a write, that no barrier puts in order.
     #[error("race on shared memory {address:#x}: this {access} is not ordered after {other}")]
     Race {

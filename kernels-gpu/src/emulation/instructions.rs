@@ -99,6 +99,12 @@ pub(crate) fn set_registers(to: u32, claim: bool) {
 /// `ordered` ones order memory too.
 #[track_caller]
 pub(crate) fn warp(operation: &str, parameter: u32, value: u64, ordered: bool) -> [u64; 32] {
+    warp_wide(operation, parameter, [value, 0, 0], ordered).map(|[value, ..]| value)
+}
+
+/// An exchange of the 16-byte rows or operand registers of a full warp, as [`warp`].
+#[track_caller]
+pub(crate) fn warp_wide(operation: &str, parameter: u32, value: [u64; 3], ordered: bool) -> [[u64; 3]; 32] {
     let mut round = None;
     wait(
         || operation.into(),
@@ -155,6 +161,30 @@ pub(crate) fn fence_proxy_async() {
 #[track_caller]
 pub(crate) fn bulk_copy(to: u32, from: *const u8, bytes: u32, barrier: u32) {
     execute(|block, thread| block.bulk_copy(thread, to, from, bytes, barrier));
+}
+
+/// `cp.async.cg.shared.global` of 16 bytes.
+#[track_caller]
+pub(crate) fn async_copy(to: u32, from: *const u8) {
+    execute(|block, thread| block.async_copy(thread, to, from));
+}
+
+/// `cp.async.commit_group`.
+#[track_caller]
+pub(crate) fn async_commit() {
+    execute(|block, thread| {
+        block.async_commit(thread);
+        Ok(())
+    });
+}
+
+/// `cp.async.wait_group`.
+#[track_caller]
+pub(crate) fn async_wait(pending: u32) {
+    execute(|block, thread| {
+        block.async_wait(thread, pending);
+        Ok(())
+    });
 }
 
 /// `pin`, of 32-bit registers.

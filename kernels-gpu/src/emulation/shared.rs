@@ -28,6 +28,8 @@ enum State {
     Copied,
     /// A bulk copy may write it any time.
     Arriving,
+    /// A `cp.async` may write it any time.
+    Loading,
     /// Part of an mbarrier.
     Barrier,
     /// Between two symbols: nobody's.
@@ -143,6 +145,7 @@ impl Shared {
             match byte.state {
                 State::Empty => return Err(Violation::Uninitialized(here)),
                 State::Arriving => return Err(Violation::CopyInFlight(here)),
+                State::Loading => return Err(Violation::AsyncCopyInFlight(here)),
                 State::Barrier => return Err(Violation::BarrierBytes(here)),
                 State::Gap => unreachable!("`range` refuses gaps"),
                 State::Written | State::Reduced | State::Copied => {}
@@ -190,6 +193,7 @@ impl Shared {
             let here = BASE + i as u32;
             match byte.state {
                 State::Arriving => return Err(Violation::CopyInFlight(here)),
+                State::Loading => return Err(Violation::AsyncCopyInFlight(here)),
                 State::Barrier => return Err(Violation::BarrierBytes(here)),
                 State::Gap => unreachable!("`range` refuses gaps"),
                 State::Empty | State::Written | State::Reduced | State::Copied => {}
@@ -312,6 +316,28 @@ impl Shared {
         self.data[range].copy_from_slice(from);
     }
 
+    /// A `cp.async` into these bytes was issued: from now on they may change. It is an ordinary write, of the generic
+    /// proxy, that only takes its time.
+    pub(super) fn async_copy_issued(
+        &mut self,
+        known: &Causality,
+        address: u32,
+        bytes: u32,
+    ) -> Result<(), Violation> {
+        let range = self.range(address, bytes, bytes)?;
+        self.check_write(known, range.clone())?;
+        self.overwrite(range, State::Loading, Epoch::default());
+        Ok(())
+    }
+
+    /// The `cp.async` was waited for by its thread, at `written`.
+    pub(super) fn async_copy_landed(&mut self, written: Epoch, address: u32, from: &[u8]) {
+        let start = (address - BASE) as usize;
+        let range = start..start + from.len();
+        self.overwrite(range.clone(), State::Written, written);
+        self.data[range].copy_from_slice(from);
+    }
+
     /// A product that reads these chunks was issued. Returns the writers that every thread of its warpgroup has
     /// to be ordered after.
     pub(super) fn product_issued(&mut self, chunks: &[u32]) -> Result<Vec<Source>, Violation> {
@@ -324,6 +350,7 @@ impl Shared {
                 let copied = match byte.state {
                     State::Empty => return Err(Violation::Uninitialized(here)),
                     State::Arriving => return Err(Violation::CopyInFlight(here)),
+                    State::Loading => return Err(Violation::AsyncCopyInFlight(here)),
                     State::Barrier => return Err(Violation::BarrierBytes(here)),
                     State::Gap => unreachable!("`range` refuses gaps"),
                     State::Written | State::Reduced => false,

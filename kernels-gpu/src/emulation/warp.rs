@@ -6,14 +6,17 @@ use std::format;
 use std::string::String;
 use std::vec::Vec;
 
+/// What a lane brings to an instruction: the operand registers of the largest product.
+pub(super) type Brought = [u64; 3];
+
 /// The meeting of a warp in one instruction: everybody brings a value and gets all of them.
 #[derive(Default)]
 pub(super) struct Warp {
     operation: (String, u32),
     arrived: u32,
-    brought: [u64; 32],
+    brought: [Brought; 32],
     arrivals: Causality,
-    result: [u64; 32],
+    result: [Brought; 32],
     completed: Causality,
     waiters: Vec<u32>,
     /// Meetings that are over.
@@ -26,7 +29,7 @@ impl Warp {
         &mut self,
         thread: u32,
         operation: (&str, u32),
-        value: u64,
+        value: Brought,
         known: Option<&Causality>,
     ) -> Result<Option<Vec<u32>>, Violation> {
         if self.arrived == 0 {
@@ -54,7 +57,7 @@ impl Warp {
     }
 
     /// What all brought to the last meeting, and what they had seen.
-    pub(super) fn result(&self) -> (&[u64; 32], &Causality) {
+    pub(super) fn result(&self) -> (&[Brought; 32], &Causality) {
         (&self.result, &self.completed)
     }
 }

@@ -48,25 +48,19 @@
 
 use core::num::NonZeroU32;
 
-use super::tiles::{self, HEAD_DIM, KEYS, MEAN_BLOCKS, MEAN_BYTES, ROWS, V_BYTES};
+use super::epilogue::{Call, RowEnd, Work, finish};
+pub use super::epilogue::{OUT_BF16, OUT_F16, OUT_F32};
+use super::softmax::{self, Exp2, ExpCast, Pending, Rows, mask, pack, quad_sum, stay};
+use super::tiles::{self, KEYS, MEAN_BLOCKS, MEAN_BYTES, ROWS, V_BYTES};
 use super::{ONES_BYTES, STAGES_E4M3, STAGES_F16};
 use crate::ptx::bulk_copy::global_to_shared;
-use crate::ptx::f16x2::{self, splat};
+use crate::ptx::f16x2::splat;
 use crate::ptx::mbarrier::{Barrier, fence_init, fence_proxy_async};
-use crate::ptx::memory::{max_global_u32, store_shared_v4};
-use crate::ptx::shuffle::{any, broadcast, permute, shuffle_xor, warp_max_u32};
-use crate::ptx::special::{
-    block_idx_x, block_idx_y, block_idx_z, claim_registers, release_registers, sync_threads, thread_idx_x,
-};
+use crate::ptx::memory::store_shared_v4;
+use crate::ptx::shuffle::{any, broadcast, permute};
+use crate::ptx::special::{claim_registers, release_registers, sync_threads, thread_idx_x};
 use crate::ptx::wgmma::{self, Descriptor, pin};
 use crate::ptx::{SharedAddr, convert};
-
-/// `out_type`: f32.
-pub const OUT_F32: u32 = 0;
-/// `out_type`: f16.
-pub const OUT_F16: u32 = 1;
-/// `out_type`: bf16.
-pub const OUT_BF16: u32 = 2;
 
 crate::ptx::shared_symbol!(
     /// Start of the dynamic shared memory, a multiple of 1024.
@@ -121,9 +115,6 @@ impl Scores for E4m3 {
     }
 }
 
-/// Values of two rows: the thread's upper and, 8 further down, its lower.
-type Rows = [f32; 2];
-
 /// From scores to E4M3 probabilities and their product with the values.
 trait Weights {
     /// The two 16-bit halves of a score register after [`encode`](Self::encode), as `prmt` picks the four
@@ -156,27 +147,8 @@ impl Partial {
     }
 }
 
-/// The packed ExpCast encoder: a byte is the score rounded in code units, exponential by its own format.
-struct ExpCast;
-
-impl ExpCast {
-    /// -0.484375: with it every row max below 1024 code units lands on byte 120.
-    const BETA: u16 = 0xb7c0;
-    const BETA_F32: f32 = -0.484375;
-    /// 2^-24 and 120 of them: a subnormal f16 is a whole number of 2^-24 and its bits are that number, so a product
-    /// with the first rounds to whole codes, and saturation cuts off below code 0.
-    const UNIT: u16 = 1;
-    const TOP: u16 = 120;
-
-    /// What is added to the scores of both rows.
-    #[inline(always)]
-    fn addend(max: u32) -> u32 {
-        f16x2::sub(splat(Self::BETA), max)
-    }
-}
-
 impl Weights for ExpCast {
-    const PACK: u32 = 0x6420;
+    const PACK: u32 = Self::BYTES;
 
     #[inline(always)]
     fn encode(s: &mut [u32; 32], max: u32, not_zero: u32) -> Option<Rows> {
@@ -184,7 +156,7 @@ impl Weights for ExpCast {
         let rows = [permute(addend, addend, 0x1010), permute(addend, addend, 0x3232)];
         stay(not_zero, || {
             for (i, s) in s.iter_mut().enumerate() {
-                *s = f16x2::fma_sat(f16x2::add(*s, rows[i % 2]), splat(Self::UNIT), splat(Self::TOP));
+                *s = Self::code(*s, rows[i % 2]);
             }
             pin(s);
         });
@@ -206,14 +178,9 @@ impl Weights for ExpCast {
 
     #[inline(always)]
     fn shift(max: u32) -> Rows {
-        // The addend was rounded to f16: its own maximum is what all codes agree on.
-        let (upper, lower) = convert::f32_of_f16x2(Self::addend(max));
-        [Self::BETA_F32 - upper, Self::BETA_F32 - lower]
+        Self::reference(max)
     }
 }
-
-/// 256 exp, rounded to E4M3; row sums of the exponentials in f32.
-struct Exp2;
 
 impl Weights for Exp2 {
     const PACK: u32 = 0x3210;
@@ -263,16 +230,6 @@ impl Weights for Exp2 {
     fn shift(max: u32) -> Rows {
         let (upper, lower) = convert::f32_of_f16x2(max);
         [upper, lower]
-    }
-}
-
-/// The sum over the four threads that share a row.
-#[inline(always)]
-unsafe fn quad_sum(x: f32) -> f32 {
-    // SAFETY: the whole warp is here.
-    unsafe {
-        let x = x + f32::from_bits(shuffle_xor::<1>(x.to_bits()));
-        x + f32::from_bits(shuffle_xor::<2>(x.to_bits()))
     }
 }
 
@@ -398,62 +355,6 @@ impl<const STAGES: u32> Ring<STAGES> {
     }
 }
 
-/// The parameters of an entry, and what a block makes of them.
-struct Call {
-    q: *const u8,
-    k: *const u8,
-    v: *const u8,
-    means: *const u8,
-    v_scale: *const f32,
-    kv_lens: *const u32,
-    poisoned: *const u32,
-    out: *mut u8,
-    lse: *mut f32,
-    lse_shift: *const f32,
-    row_max: *mut u32,
-    q_tokens: u32,
-    kv_tokens: u32,
-    q_heads: u32,
-    kv_heads: u32,
-    group: NonZeroU32,
-    head_dim: u32,
-    out_batch: i64,
-    out_head: i64,
-    out_token: i64,
-    promote: u32,
-    out_type: u32,
-}
-
-/// What one block works on.
-struct Work {
-    batch: u32,
-    /// Query head in its batch.
-    h: u32,
-    /// batch * kv_heads + kv head.
-    kv_head: u32,
-    /// First query row.
-    row: u32,
-    /// Keys that count.
-    keys: u32,
-    /// Tiles that hold them.
-    tiles: u32,
-}
-
-impl Call {
-    #[inline(always)]
-    unsafe fn work(&self) -> Work {
-        let (h, batch) = (block_idx_y(), block_idx_z());
-        let kv_head = batch * self.kv_heads + h / self.group;
-        let mut keys = self.kv_tokens;
-        if !self.kv_lens.is_null() {
-            // SAFETY: one word a batch by contract.
-            keys = keys.min(unsafe { *self.kv_lens.add(batch as usize) });
-        }
-        let row = block_idx_x() * 2 * ROWS as u32;
-        Work { batch, h, kv_head, row, keys, tiles: keys.div_ceil(KEYS as u32) }
-    }
-}
-
 /// One lane streams the operands of a block: Q once, then K, V and every 16th tile the means.
 #[inline(always)]
 unsafe fn produce<S: Scores, const STAGES: u32, const SMOOTH: bool>(
@@ -527,10 +428,8 @@ struct State {
     partial: Partial,
     /// Whether `partial` holds none yet.
     fresh: bool,
-    /// Row sums of the key blocks whose means are not restored yet: an A fragment of 16 columns.
-    pending: [u32; 4],
-    /// Row sums in f16 of a key block whose neighbour in `pending` is yet to come; the upper row in the lower half.
-    odd_one: u32,
+    /// Row sums of the key blocks whose means are not restored yet.
+    pending: Pending,
 }
 
 impl State {
@@ -542,30 +441,7 @@ impl State {
             out: [0.0; 64],
             partial: Partial { values: [0.0; 64], ones: [0.0; 4], seen: [0.0; 2] },
             fresh: true,
-            pending: [0; 4],
-            odd_one: 0,
-        }
-    }
-
-    /// Takes the scores of a tile into the row maxima.
-    #[inline(always)]
-    unsafe fn raise_max(&mut self, s: &[u32; 32]) {
-        const CHAINS: usize = 4;
-        // Four chains a row: one would be as long as its latency, a tree needs registers that are not there.
-        let mut m = [0; CHAINS];
-        m.copy_from_slice(&s[..CHAINS]);
-        for i in CHAINS..32 {
-            m[i % CHAINS] = f16x2::max_nan(m[i % CHAINS], s[i]);
-        }
-        for i in (2..CHAINS).rev() {
-            m[i % 2] = f16x2::max_nan(m[i % 2], m[i]);
-        }
-        let m = f16x2::max_nan(permute(m[0], m[1], 0x5410), permute(m[0], m[1], 0x7632));
-        // SAFETY: the whole warp is here.
-        unsafe {
-            let m = f16x2::max_nan(m, shuffle_xor::<1>(m));
-            let m = f16x2::max_nan(m, shuffle_xor::<2>(m));
-            self.max = f16x2::max_nan(self.max, m);
+            pending: Pending::new(),
         }
     }
 
@@ -582,13 +458,7 @@ impl State {
     ) {
         let factor = alpha.unwrap_or([1.0; 2]);
         if SMOOTH && alpha.is_some() {
-            let both = convert::f16x2(factor[0], factor[1]);
-            self.odd_one = f16x2::mul(self.odd_one, both);
-            for row in 0..2 {
-                let pair = permute(both, both, [0x1010, 0x3232][row]);
-                self.pending[row] = f16x2::mul(self.pending[row], pair);
-                self.pending[2 + row] = f16x2::mul(self.pending[2 + row], pair);
-            }
+            self.pending.rescale(factor);
         }
         let (sums, of, of_even) = match encoded {
             // SAFETY: the whole warp is here.
@@ -601,7 +471,7 @@ impl State {
         self.sum[0] += sums[0];
         self.sum[1] += sums[1];
         if SMOOTH {
-            self.keep_pending(of, of_even, convert::f16x2(sums[0], sums[1]));
+            self.pending.keep(of, of_even, convert::f16x2(sums[0], sums[1]));
         }
         self.fresh = promote;
         if promote {
@@ -616,25 +486,6 @@ impl State {
             for row in 0..2 {
                 self.partial.ones[2 * row] *= factor[row];
                 self.partial.seen[row] *= factor[row];
-            }
-        }
-    }
-
-    /// `sums` of key block `block`: those of an even one wait for its neighbour's, and both become two columns of the
-    /// A fragment, as [`tiles::mean_offset`] orders them.
-    #[inline(always)]
-    fn keep_pending(&mut self, block: u32, even: bool, sums: u32) {
-        if even {
-            self.odd_one = sums;
-            return;
-        }
-        let mine = thread_idx_x() % 4 == block / 4 % 4;
-        for row in 0..2 {
-            let pair = permute(self.odd_one, sums, [0x5410, 0x7632][row]);
-            for half in 0..2 {
-                if mine && block / 2 % 2 == half {
-                    self.pending[2 * half as usize + row] = pair;
-                }
             }
         }
     }
@@ -658,42 +509,15 @@ impl State {
     unsafe fn issue_means(&mut self, means: SharedAddr, accumulate: bool) {
         let means = Descriptor::plain(means, 128, 256);
         // SAFETY: the caller's protocol; the tile has landed.
-        unsafe { wgmma::m64n128k16_f32_f16(&mut self.partial.values, self.pending, means, accumulate) }
-    }
-}
-
-/// Scores of keys from `valid` on become minus infinity: outside the max, and byte 0.
-#[inline(always)]
-fn mask(s: &mut [u32; 32], valid: u32) {
-    // Counted from this thread's first key, every comparison is with a constant and none stays in a register.
-    let valid = valid as i32 - (thread_idx_x() % 4 * 2) as i32;
-    for j in 0..16 {
-        let key = 8 * j as i32;
-        let keep = if key + 1 < valid { 0x3210 } else { 0x7610 };
-        let keep = if key < valid { keep } else { 0x7654 };
-        s[2 * j] = permute(s[2 * j], splat(0xfc00), keep);
-        s[2 * j + 1] = permute(s[2 * j + 1], splat(0xfc00), keep);
-    }
-}
-
-/// Runs `body` once, in a loop that only `not_zero` ends.
-///
-/// ptxas knows no order between arithmetic and the wait for a product that the arithmetic has nothing to do with, and
-/// moves it behind the wait, where the Tensor Core idles; out of a loop it does not move it.
-#[inline(always)]
-fn stay(not_zero: u32, mut body: impl FnMut()) {
-    loop {
-        body();
-        // Pinned, or LLVM would conclude from an earlier loop's end that this one ends too.
-        if wgmma::pinned(not_zero) != 0 {
-            break;
-        }
+        unsafe { wgmma::m64n128k16_f32_f16(&mut self.partial.values, self.pending.sums, means, accumulate) }
     }
 }
 
 /// The attention loop of one warpgroup.
 struct Consumer<'a, S, const STAGES: u32> {
     call: &'a Call,
+    /// Key blocks between promotions.
+    promote: u32,
     shared: &'a Shared<S>,
     q: SharedAddr,
     leader: bool,
@@ -745,7 +569,7 @@ impl<S: Scores, const STAGES: u32> Consumer<'_, S, STAGES> {
                 // The means since then.
                 self.shared.means_full(self.means.stage()).wait(self.means.parity());
                 pin(&mut state.partial.values);
-                pin(&mut state.pending);
+                pin(&mut state.pending.sums);
                 wgmma::fence();
                 state.issue_means(self.shared.means(self.means.stage()), false);
                 wgmma::commit();
@@ -775,9 +599,9 @@ impl<S: Scores, const STAGES: u32> Consumer<'_, S, STAGES> {
                 mask(s, self.left);
             }
             let before = state.max;
-            state.raise_max(s);
+            state.max = softmax::raise_max(state.max, s);
             // Two parameters that are not 0: what was learned of one at the end of a loop must not end the other's.
-            let not_zero = if EVEN { self.call.promote } else { self.call.group.get() };
+            let not_zero = if EVEN { self.promote } else { self.call.group.get() };
             let encoded = W::encode(s, state.max, not_zero);
             let alpha = if any(before != state.max) { Some(state.rescale::<W>(before)) } else { None };
 
@@ -817,7 +641,7 @@ impl<S: Scores, const STAGES: u32> Consumer<'_, S, STAGES> {
             self.until -= 1;
             let promote = self.until == 0 || self.left == 0;
             if promote {
-                self.until = self.call.promote;
+                self.until = self.promote;
             }
             state.absorb::<SMOOTH, EVEN>(self.block, encoded, alpha, promote);
             if EVEN && self.left == 0 {
@@ -825,12 +649,12 @@ impl<S: Scores, const STAGES: u32> Consumer<'_, S, STAGES> {
             }
 
             // A += P(j) R(j) and S(j+2) = Q K(j+2)^T; behind the last block once more that one's scores
-            pack::<W>(s, &mut self.p);
+            pack(s, W::PACK, &mut self.p);
             pin(s);
             pin(&mut self.p);
             pin(&mut state.partial.values);
             pin(&mut state.partial.ones);
-            pin(&mut state.pending);
+            pin(&mut state.pending.sums);
             wgmma::fence();
             W::issue(&mut state.partial, &self.p, shared.v(self.v.stage()), !state.fresh);
             wgmma::commit();
@@ -851,115 +675,9 @@ impl<S: Scores, const STAGES: u32> Consumer<'_, S, STAGES> {
     }
 }
 
-/// Packs the codes of 64 x 128 scores into the A fragments of four k steps.
-#[inline(always)]
-fn pack<W: Weights>(s: &[u32; 32], p: &mut [u32; 16]) {
-    for (i, p) in p.iter_mut().enumerate() {
-        let (pair, row) = (i / 2, i % 2);
-        *p = permute(s[4 * pair + row], s[4 * pair + 2 + row], W::PACK);
-    }
-}
-
-/// O = A / l times the channel scales, LSE, and the observed row max.
-#[inline(always)]
-unsafe fn finish<W: Weights>(call: &Call, work: &Work, state: &State) {
-    let thread = thread_idx_x();
-    let first = work.row + thread / 32 * 16 + thread % 32 / 4;
-    let (max, shift) = (convert::f32_of_f16x2(state.max), W::shift(state.max));
-    let (upper, lower) = (RowEnd { max: max.0, shift: shift[0] }, RowEnd { max: max.1, shift: shift[1] });
-    // SAFETY: the sizes of the contract; the whole warp is here.
-    unsafe {
-        finish_row::<0>(call, work, state, first, upper);
-        finish_row::<1>(call, work, state, first + 8, lower);
-        if !call.row_max.is_null() && work.keys > 0 {
-            let upper = if first < call.q_tokens { upper.max.to_bits() & 0x7fff_ffff } else { 0 };
-            let lower = if first + 8 < call.q_tokens { lower.max.to_bits() & 0x7fff_ffff } else { 0 };
-            let largest = warp_max_u32(upper.max(lower));
-            if thread % 32 == 0 {
-                max_global_u32(call.row_max.add((work.batch * call.q_heads + work.h) as usize), largest);
-            }
-        }
-    }
-}
-
-/// A row's max and what its codes took for it, in code units.
-#[derive(Clone, Copy)]
-struct RowEnd {
-    max: f32,
-    shift: f32,
-}
-
-/// Writes the channels, a quarter of all, that this thread has of its upper (`ROW` 0) or lower row.
-#[inline(always)]
-unsafe fn finish_row<const ROW: usize>(call: &Call, work: &Work, state: &State, token: u32, end: RowEnd) {
-    if token >= call.q_tokens {
-        return;
-    }
-    let lane = thread_idx_x() as usize % 4;
-    let mut inverse = 1.0 / state.sum[ROW];
-    let mut lse =
-        convert::fma(end.shift, 0.125, convert::log2(state.sum[ROW]) - 8.0) * core::f32::consts::LN_2;
-    // SAFETY: a row below q_tokens and the sizes of the contract.
-    unsafe {
-        if work.keys == 0 {
-            (inverse, lse) = (0.0, f32::NEG_INFINITY);
-        } else if !end.max.is_finite()
-            || !call.poisoned.is_null() && *call.poisoned.add(work.kv_head as usize) != 0
-        {
-            (inverse, lse) = (f32::NAN, f32::NAN);
-        }
-        let at = work.batch as i64 * call.out_batch
-            + work.h as i64 * call.out_head
-            + token as i64 * call.out_token;
-        let scales = call.v_scale.add(work.kv_head as usize * HEAD_DIM + 2 * lane);
-        let pair = |j: usize| {
-            let low = state.out[4 * j + 2 * ROW] * inverse * *scales.add(8 * j);
-            (low, state.out[4 * j + 2 * ROW + 1] * inverse * *scales.add(8 * j + 1))
-        };
-        let at = (at + 2 * lane as i64) as isize;
-        let channels = call.head_dim as usize;
-        match call.out_type {
-            OUT_F32 => {
-                let to = call.out.cast::<f32>().offset(at);
-                for j in 0..16 {
-                    if 8 * j < channels {
-                        (*to.add(8 * j), *to.add(8 * j + 1)) = pair(j);
-                    }
-                }
-            }
-            OUT_F16 => {
-                let to = call.out.cast::<u16>().offset(at);
-                for j in 0..16 {
-                    if 8 * j < channels {
-                        let (low, high) = pair(j);
-                        *to.add(8 * j).cast::<u32>() = convert::f16x2(low, high);
-                    }
-                }
-            }
-            _ => {
-                let to = call.out.cast::<u16>().offset(at);
-                for j in 0..16 {
-                    if 8 * j < channels {
-                        let (low, high) = pair(j);
-                        *to.add(8 * j).cast::<u32>() = convert::bf16x2(low, high);
-                    }
-                }
-            }
-        }
-        if !call.lse.is_null() && lane == 0 {
-            let head = (work.batch * call.q_heads + work.h) as usize;
-            let at = head * call.q_tokens as usize + token as usize;
-            if !call.lse_shift.is_null() {
-                lse += *call.lse_shift.add(at);
-            }
-            *call.lse.add(at) = lse;
-        }
-    }
-}
-
 /// The kernel: roles by warpgroup.
 #[inline(always)]
-unsafe fn attention<S: Scores, W: Weights, const STAGES: u32, const SMOOTH: bool>(call: Call) {
+unsafe fn attention<S: Scores, W: Weights, const STAGES: u32, const SMOOTH: bool>(call: Call, promote: u32) {
     let shared = Shared::<S>::new();
     let warpgroup = thread_idx_x() / 128;
     // SAFETY: all threads of the block are here; after that each warpgroup has its role.
@@ -981,6 +699,7 @@ unsafe fn attention<S: Scores, W: Weights, const STAGES: u32, const SMOOTH: bool
             if work.tiles > 0 {
                 let mut consumer = Consumer {
                     call: &call,
+                    promote,
                     shared: &shared,
                     q: shared.q(broadcast(warpgroup)),
                     leader: thread_idx_x() % 32 == 0,
@@ -995,7 +714,10 @@ unsafe fn attention<S: Scores, W: Weights, const STAGES: u32, const SMOOTH: bool
                 consumer.run::<W, SMOOTH>(&mut state);
             }
             // Anew, so that nothing of it occupies registers during the loop.
-            finish::<W>(&call, &call.work(), &state);
+            finish(&call, &call.work(), &state.out, &state.sum, || {
+                let (max, shift) = (convert::f32_of_f16x2(state.max), W::shift(state.max));
+                [RowEnd { max: max.0, shift: shift[0] }, RowEnd { max: max.1, shift: shift[1] }]
+            });
         }
     }
 }
@@ -1032,10 +754,10 @@ macro_rules! entry {
         ) {
             let call = Call {
                 q, k, v, means, v_scale, kv_lens, poisoned, out, lse, lse_shift, row_max, q_tokens, kv_tokens,
-                q_heads, kv_heads, group, head_dim, out_batch, out_head, out_token, promote, out_type,
+                q_heads, kv_heads, group, head_dim, out_batch, out_head, out_token, out_type,
             };
             // SAFETY: the entry's contract.
-            unsafe { attention::<$scores, $weights, { $stages as u32 }, $smooth>(call) }
+            unsafe { attention::<$scores, $weights, { $stages as u32 }, $smooth>(call, promote) }
         }
     }};
 }

@@ -32,8 +32,14 @@ macro_rules! kernel {
     };
 }
 
-#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
+#[cfg(any(all(target_arch = "nvptx64", attention = "mma"), feature = "emulation"))]
+pub mod attention_mma;
+#[cfg(any(all(target_arch = "nvptx64", attention = "sm90"), feature = "emulation"))]
 pub mod attention_sm90;
+#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
+mod epilogue;
+#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
+mod softmax;
 pub mod tiles;
 
 pub mod head_balance;
@@ -102,6 +108,35 @@ pub(crate) const STAGES_F16: usize = 3;
 pub(crate) const STAGES_E4M3: usize = 4;
 const SHARED_F16: u32 = shared(tiles::Q_F16_BYTES, tiles::K_F16_BYTES, STAGES_F16);
 const SHARED_E4M3: u32 = shared(tiles::Q_E4M3_BYTES, tiles::K_E4M3_BYTES, STAGES_E4M3);
+
+/// Entries of the warp-level kernel, in the modules of every architecture that has none of its own.
+pub const MMA: &[Entry] = &[
+    warp_level("attention_mma_f16_expcast_smooth", tiles::K_F16_BYTES, MMA_STAGES_F16),
+    warp_level("attention_mma_f16_expcast_plain", tiles::K_F16_BYTES, MMA_STAGES_F16),
+    warp_level("attention_mma_f16_exp2_smooth", tiles::K_F16_BYTES, MMA_STAGES_F16),
+    warp_level("attention_mma_f16_exp2_plain", tiles::K_F16_BYTES, MMA_STAGES_F16),
+    warp_level("attention_mma_e4m3_expcast_smooth", tiles::K_E4M3_BYTES, MMA_STAGES_8_BIT),
+    warp_level("attention_mma_e4m3_expcast_plain", tiles::K_E4M3_BYTES, MMA_STAGES_8_BIT),
+    warp_level("attention_mma_e4m3_exp2_smooth", tiles::K_E4M3_BYTES, MMA_STAGES_8_BIT),
+    warp_level("attention_mma_e4m3_exp2_plain", tiles::K_E4M3_BYTES, MMA_STAGES_8_BIT),
+    warp_level("attention_mma_i8_expcast_smooth", tiles::K_E4M3_BYTES, MMA_STAGES_8_BIT),
+    warp_level("attention_mma_i8_expcast_plain", tiles::K_E4M3_BYTES, MMA_STAGES_8_BIT),
+    warp_level("attention_mma_i8_exp2_smooth", tiles::K_E4M3_BYTES, MMA_STAGES_8_BIT),
+    warp_level("attention_mma_i8_exp2_plain", tiles::K_E4M3_BYTES, MMA_STAGES_8_BIT),
+];
+
+/// 8 warps of 16 query rows, one block a multiprocessor; K and V tiles in at most 99 KiB, which is what a block of
+/// sm_86, sm_89 and sm_120 may have.
+const fn warp_level(name: &'static str, k: usize, stages: usize) -> Entry {
+    let dynamic_shared = (stages * (k + tiles::V_BYTES)) as u32;
+    assert!(dynamic_shared <= 99 * 1024);
+    Entry { name, threads: 256, min_ctas_per_sm: 1, dynamic_shared }
+}
+
+/// K and V tiles in flight with FP16 keys in [`attention_mma`].
+pub(crate) const MMA_STAGES_F16: usize = 2;
+/// K and V tiles in flight with keys of 8 bits in [`attention_mma`].
+pub(crate) const MMA_STAGES_8_BIT: usize = 3;
 
 /// Entries that prepare operands: the same source for every architecture from sm_89 (E4M3 conversions).
 pub const PREPARE: &[Entry] = &[

@@ -1,4 +1,4 @@
-//! Operand tiles of the Hopper attention kernel: what the quantizers write is exactly what it loads.
+//! Operand tiles of the attention kernels: what the quantizers write is exactly what Hopper's and the warp-level one load.
 //!
 //! Every tile is one contiguous run of bytes in global memory, already in the order that shared memory and the
 //! matrix descriptors want, so that one 1-D bulk copy brings it in and no tensor map is needed. All functions

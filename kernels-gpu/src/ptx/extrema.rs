@@ -1,5 +1,5 @@
-//! Minima and maxima of two 16-bit values in one register that keep a NaN (PTX ISA 9.7.4.9 and 9.7.4.10);
-//! the maximum of f16 is [`f16x2::max_nan`](super::f16x2).
+//! Minima and maxima that keep a NaN, of two 16-bit values in one register (PTX ISA 9.7.4.9 and 9.7.4.10) and of f32
+//! (9.7.3.12); the maximum of f16 is [`f16x2::max_nan`](super::f16x2).
 
 #[cfg(target_arch = "nvptx64")]
 pub use device::*;
@@ -36,6 +36,17 @@ mod device {
         min_nan_f16x2,
         "min.NaN.f16x2"
     );
+
+    /// `max.NaN.f32`
+    #[inline(always)]
+    pub fn max_nan_f32(a: f32, b: f32) -> f32 {
+        let d: f32;
+        // SAFETY: registers in, register out.
+        unsafe {
+            asm!("max.NaN.f32 {}, {}, {};", out(reg32) d, in(reg32) a, in(reg32) b, options(pure, nomem, nostack))
+        }
+        d
+    }
 }
 
 #[cfg(feature = "emulation")]
@@ -73,5 +84,16 @@ mod host {
     /// `min.NaN.f16x2`
     pub fn min_nan_f16x2(a: u32, b: u32) -> u32 {
         each(a, b, |x| Half::from_bits(x).to_f32(), false)
+    }
+
+    /// `max.NaN.f32`
+    pub fn max_nan_f32(a: f32, b: f32) -> f32 {
+        // +0 is above -0; the NaN is the one that the GPU makes.
+        let first = a > b || a == b && a.is_sign_positive();
+        match (a.is_nan() || b.is_nan(), first) {
+            (true, _) => f32::from_bits(0x7fff_ffff),
+            (false, true) => a,
+            (false, false) => b,
+        }
     }
 }

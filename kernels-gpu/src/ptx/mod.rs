@@ -15,8 +15,10 @@ pub mod shuffle;
 pub mod special;
 pub mod wgmma;
 
+pub mod async_copy;
 pub mod collective;
 pub mod extrema;
+pub mod ldmatrix;
 pub mod mma;
 pub mod quotient;
 pub mod shared;

@@ -1,0 +1,232 @@
+//! Which GPU runs what: the one table from compute capability to kernels, recipes and default recipe.
+//!
+//! `vca doctor` prints it; the device loads what it says, and a plan chooses its entries by it. `docs/gpus.md` says what
+//! was shown of each row and how.
+
+use kernels_gpu::kernels::{self, Entry};
+
+use crate::recipe::{QkFormat, Recipe, ScoreType};
+
+/// Compute capability (major, minor).
+pub type Capability = (i32, i32);
+
+/// A family of attention kernels: entries of one source, with one list of parameters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Family {
+    /// `attention_sm90`: wgmma, for Hopper.
+    Sm90,
+    /// `attention_mma`: warp-level products, for any GPU with FP8 Tensor Cores. It would run on Hopper too, and serves INT8
+    /// there; it is not in Hopper's module until it has run there ([`Device::warp_level`](super::Device::warp_level)
+    /// loads it beside).
+    Mma,
+}
+
+impl Family {
+    /// What the names of its entries begin with.
+    pub(super) fn prefix(self) -> &'static str {
+        match self {
+            Family::Sm90 => "attention_sm90",
+            Family::Mma => "attention_mma",
+        }
+    }
+
+    /// Its entries.
+    pub(super) fn entries(self) -> &'static [Entry] {
+        match self {
+            Family::Sm90 => kernels::SM90,
+            Family::Mma => kernels::MMA,
+        }
+    }
+
+    /// How its entries and those of the quantizers call the recipe's format of Q and K; none where it has not got it.
+    pub(super) fn qk(self, recipe: &Recipe) -> Option<&'static str> {
+        match (recipe.qk, recipe.scores) {
+            (QkFormat::F16, ScoreType::F16) => Some("f16"),
+            (QkFormat::E4m3PerHead, ScoreType::F16) => Some("e4m3"),
+            (QkFormat::Int8, ScoreType::F32) if self == Family::Mma => Some("i8"),
+            _ => None,
+        }
+    }
+
+    /// The formats of Q and K that it takes, in words.
+    pub(super) fn takes(self) -> &'static str {
+        match self {
+            Family::Sm90 => "f16 or e4m3-head, with f16 scores",
+            Family::Mma => "f16 or e4m3-head, with f16 scores, or int8, with f32 scores",
+        }
+    }
+
+    /// The named recipes that it runs.
+    pub fn recipes(self) -> &'static [&'static str] {
+        match self {
+            Family::Sm90 => &["vc8-fp8qk", "vc16", "vc16-expcast"],
+            Family::Mma => &["vc8", "vc8-expcast", "vc8-fp8qk", "vc16", "vc16-expcast"],
+        }
+    }
+}
+
+/// What is known of the kernels of a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// They were tested on this GPU.
+    Tested(&'static str),
+    /// Their logic was tested under emulation, their text was assembled: they have not run on such a GPU.
+    Assembled,
+}
+
+impl State {
+    /// In words.
+    pub fn describe(self) -> String {
+        match self {
+            State::Tested(on) => format!("tested on {on}"),
+            State::Assembled => "logic emulated, instruction text assembled only".into(),
+        }
+    }
+}
+
+/// The kernels of a row.
+#[derive(Clone, Copy, Debug)]
+pub struct Kernels {
+    /// Architecture of the module ([`Image::arch`](super::Image::arch)).
+    pub arch: &'static str,
+    /// Attention kernels in it.
+    pub family: Family,
+    /// The recipe to start with. The same everywhere: which is fastest on GPUs that nobody had is not known, and this is the
+    /// most accurate of the fast ones.
+    pub default_recipe: &'static str,
+    /// What is known of them.
+    pub state: State,
+}
+
+/// GPUs that are served alike.
+#[derive(Clone, Copy, Debug)]
+pub struct Row {
+    /// Their compute capabilities.
+    pub capabilities: &'static [Capability],
+    /// Some of them by name.
+    pub gpus: &'static str,
+    /// What runs there, or what would be needed.
+    pub kernels: Result<Kernels, &'static str>,
+}
+
+/// The default recipe of every row; see [`Kernels::default_recipe`].
+const DEFAULT: &str = "vc16-expcast";
+
+const fn warp_level(arch: &'static str) -> Result<Kernels, &'static str> {
+    Ok(Kernels { arch, family: Family::Mma, default_recipe: DEFAULT, state: State::Assembled })
+}
+
+/// Probabilities and values are E4M3 in every kernel.
+const NO_FP8: &str = "it has no FP8 Tensor Cores, and every kernel multiplies E4M3 probabilities with E4M3 values: INT8 or \
+     FP16 Q and K would need a quantizer and a product for BF16 values beside them";
+
+/// The table. A GPU later than sm_89 whose capability is not in it is served as those of the last row.
+pub const TABLE: &[Row] = &[
+    Row { capabilities: &[(8, 0), (8, 6), (8, 7)], gpus: "A100, RTX 3090", kernels: Err(NO_FP8) },
+    Row { capabilities: &[(8, 9)], gpus: "L40S, RTX 4090", kernels: warp_level("sm_89") },
+    Row {
+        capabilities: &[(9, 0)],
+        gpus: "H100, H200",
+        kernels: Ok(Kernels {
+            arch: "sm_90a",
+            family: Family::Sm90,
+            default_recipe: DEFAULT,
+            state: State::Tested("an H200"),
+        }),
+    },
+    Row { capabilities: &[(12, 0)], gpus: "RTX PRO 6000, RTX 5090", kernels: warp_level("sm_120a") },
+    FALLBACK,
+];
+
+/// GPUs later than sm_89 without kernels of their own: PTX for sm_89 runs on all of them.
+const FALLBACK: Row = Row {
+    capabilities: &[(10, 0), (10, 3), (11, 0), (12, 1)],
+    gpus: "B200, B300, Thor, GB10, later ones",
+    kernels: warp_level("sm_89"),
+};
+
+/// The oldest capability that PTX for sm_89 runs on.
+const OLDEST: Capability = (8, 9);
+
+/// The warp-level kernels for sm_89, on any GPU that runs them.
+///
+/// # Errors
+/// In words, what would be needed where it does not.
+pub(super) fn warp_level_kernels(name: &str, capability: Capability) -> Result<Kernels, String> {
+    kernels_for(name, capability)?;
+    Ok(FALLBACK.kernels.expect("the fallback has kernels"))
+}
+
+/// What serves a GPU.
+///
+/// # Errors
+/// In words, what would be needed where nothing does.
+pub fn kernels_for(name: &str, capability: Capability) -> Result<Kernels, String> {
+    let row = TABLE.iter().find(|row| row.capabilities.contains(&capability));
+    let found = match row {
+        Some(row) => row.kernels,
+        None if capability > OLDEST => FALLBACK.kernels,
+        None => Err(NO_FP8),
+    };
+    found.map_err(|why| {
+        let (major, minor) = capability;
+        format!("{name} has compute capability {major}.{minor}: {why}; use the CPU backend there")
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::embedded::images;
+    use super::*;
+    use crate::recipe::{Probabilities, VFormat};
+
+    #[test]
+    fn every_row_names_a_module_that_has_its_kernels() {
+        for row in TABLE {
+            let Ok(kernels) = row.kernels else { continue };
+            let image = images().into_iter().find(|image| image.arch == kernels.arch);
+            let image = image.unwrap_or_else(|| panic!("no module for {}", kernels.arch));
+            for entry in kernels.family.entries().iter().chain(kernels::PREPARE) {
+                let declared = format!(".visible .entry {}(", entry.name);
+                assert!(image.ptx.contains(&declared), "{}: {}", kernels.arch, entry.name);
+            }
+            assert!(kernels.family.recipes().contains(&kernels.default_recipe));
+        }
+    }
+
+    #[test]
+    fn a_capability_has_one_row() {
+        let mut all: Vec<_> = TABLE.iter().flat_map(|row| row.capabilities).collect();
+        let count = all.len();
+        all.sort();
+        all.dedup();
+        assert_eq!(all.len(), count);
+    }
+
+    #[test]
+    fn recipes_are_those_that_the_entries_cover() {
+        for family in [Family::Sm90, Family::Mma] {
+            let covered = Recipe::all().into_iter().filter(|recipe| {
+                // Of E4M3 values with ours the named recipes differ from the baselines in demeaning and peak.
+                family.qk(recipe).is_some()
+                    && recipe.demean
+                    && recipe.v == VFormat::E4m3PerChannel
+                    && matches!(recipe.p, Probabilities::ExpCast { .. } | Probabilities::E4m3 { peak: 256.0 })
+            });
+            assert_eq!(covered.map(|r| r.name).collect::<Vec<_>>(), family.recipes());
+        }
+    }
+
+    #[test]
+    fn later_gpus_fall_back_and_earlier_ones_are_told_what_is_missing() {
+        for capability in [(8, 9), (10, 0), (12, 1), (13, 0)] {
+            assert_eq!(kernels_for("x", capability).expect("covered").family, Family::Mma);
+        }
+        assert_eq!(kernels_for("x", (9, 0)).expect("covered").family, Family::Sm90);
+        for capability in [(7, 5), (8, 0), (8, 6)] {
+            let message = kernels_for("Some GPU", capability).expect_err("not covered");
+            assert!(message.starts_with("Some GPU has compute capability"), "{message}");
+            assert!(message.contains("no FP8 Tensor Cores"), "{message}");
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! What the attention kernels have in common around their loops: the parameters of a call, what a block works on, and how
+//! its rows end. A block serves 128 query rows, 16 a warp.
+
+use core::num::NonZeroU32;
+
+use super::softmax::Rows;
+use super::tiles::{HEAD_DIM, KEYS, ROWS};
+use crate::ptx::convert;
+use crate::ptx::memory::max_global_u32;
+use crate::ptx::shuffle::warp_max_u32;
+use crate::ptx::special::{block_idx_x, block_idx_y, block_idx_z, thread_idx_x};
+
+/// `out_type`: f32.
+pub const OUT_F32: u32 = 0;
+/// `out_type`: f16.
+pub const OUT_F16: u32 = 1;
+/// `out_type`: bf16.
+pub const OUT_BF16: u32 = 2;
+
+/// The parameters that the attention entries share, by the names of their tables.
+pub(super) struct Call {
+    pub(super) q: *const u8,
+    pub(super) k: *const u8,
+    pub(super) v: *const u8,
+    pub(super) means: *const u8,
+    pub(super) v_scale: *const f32,
+    pub(super) kv_lens: *const u32,
+    pub(super) poisoned: *const u32,
+    pub(super) out: *mut u8,
+    pub(super) lse: *mut f32,
+    pub(super) lse_shift: *const f32,
+    pub(super) row_max: *mut u32,
+    pub(super) q_tokens: u32,
+    pub(super) kv_tokens: u32,
+    pub(super) q_heads: u32,
+    pub(super) kv_heads: u32,
+    pub(super) group: NonZeroU32,
+    pub(super) head_dim: u32,
+    pub(super) out_batch: i64,
+    pub(super) out_head: i64,
+    pub(super) out_token: i64,
+    pub(super) out_type: u32,
+}
+
+/// What one block works on.
+pub(super) struct Work {
+    pub(super) batch: u32,
+    /// Query head in its batch.
+    pub(super) h: u32,
+    /// batch * kv_heads + kv head.
+    pub(super) kv_head: u32,
+    /// First query row.
+    pub(super) row: u32,
+    /// Keys that count.
+    pub(super) keys: u32,
+    /// Tiles that hold them.
+    pub(super) tiles: u32,
+}
+
+impl Call {
+    /// # Safety
+    /// The contract of the entry.
+    #[inline(always)]
+    pub(super) unsafe fn work(&self) -> Work {
+        let (h, batch) = (block_idx_y(), block_idx_z());
+        let kv_head = batch * self.kv_heads + h / self.group;
+        let mut keys = self.kv_tokens;
+        if !self.kv_lens.is_null() {
+            // SAFETY: one word a batch by contract.
+            keys = keys.min(unsafe { *self.kv_lens.add(batch as usize) });
+        }
+        let row = block_idx_x() * 2 * ROWS as u32;
+        Work { batch, h, kv_head, row, keys, tiles: keys.div_ceil(KEYS as u32) }
+    }
+}
+
+/// O = A / l times the channel scales, LSE, and the observed row max.
+///
+/// `out` and `sum` are A and l of the rows of a thread, 16 rows a warp: register 4j + 2r + e of A is channel 8j + 2q + e
+/// of its upper (r = 0) or lower row.
+///
+/// # Safety
+/// The contract of the entry; the whole warp executes it together.
+#[inline(always)]
+pub(super) unsafe fn finish(
+    call: &Call,
+    work: &Work,
+    out: &[f32; 64],
+    sum: &Rows,
+    ends: impl FnOnce() -> [RowEnd; 2],
+) {
+    let thread = thread_idx_x();
+    let first = work.row + thread / 32 * 16 + thread % 32 / 4;
+    let [upper, lower] = ends();
+    // SAFETY: the sizes of the contract; the whole warp is here.
+    unsafe {
+        finish_row::<0>(call, work, out, sum, first, upper);
+        finish_row::<1>(call, work, out, sum, first + 8, lower);
+        if !call.row_max.is_null() && work.keys > 0 {
+            let upper = if first < call.q_tokens { upper.max.to_bits() & 0x7fff_ffff } else { 0 };
+            let lower = if first + 8 < call.q_tokens { lower.max.to_bits() & 0x7fff_ffff } else { 0 };
+            let largest = warp_max_u32(upper.max(lower));
+            if thread % 32 == 0 {
+                max_global_u32(call.row_max.add((work.batch * call.q_heads + work.h) as usize), largest);
+            }
+        }
+    }
+}
+
+/// A row's max and what its codes took for it, in code units.
+#[derive(Clone, Copy)]
+pub(super) struct RowEnd {
+    pub(super) max: f32,
+    pub(super) shift: f32,
+}
+
+/// Writes the channels, a quarter of all, that this thread has of its upper (`ROW` 0) or lower row.
+#[inline(always)]
+unsafe fn finish_row<const ROW: usize>(
+    call: &Call,
+    work: &Work,
+    out: &[f32; 64],
+    sum: &Rows,
+    token: u32,
+    end: RowEnd,
+) {
+    if token >= call.q_tokens {
+        return;
+    }
+    let lane = thread_idx_x() as usize % 4;
+    let mut inverse = 1.0 / sum[ROW];
+    let mut lse = convert::fma(end.shift, 0.125, convert::log2(sum[ROW]) - 8.0) * core::f32::consts::LN_2;
+    // SAFETY: a row below q_tokens and the sizes of the contract.
+    unsafe {
+        if work.keys == 0 {
+            (inverse, lse) = (0.0, f32::NEG_INFINITY);
+        } else if !end.max.is_finite()
+            || !call.poisoned.is_null() && *call.poisoned.add(work.kv_head as usize) != 0
+        {
+            (inverse, lse) = (f32::NAN, f32::NAN);
+        }
+        let at = work.batch as i64 * call.out_batch
+            + work.h as i64 * call.out_head
+            + token as i64 * call.out_token;
+        let scales = call.v_scale.add(work.kv_head as usize * HEAD_DIM + 2 * lane);
+        let pair = |j: usize| {
+            let low = out[4 * j + 2 * ROW] * inverse * *scales.add(8 * j);
+            (low, out[4 * j + 2 * ROW + 1] * inverse * *scales.add(8 * j + 1))
+        };
+        let at = (at + 2 * lane as i64) as isize;
+        let channels = call.head_dim as usize;
+        match call.out_type {
+            OUT_F32 => {
+                let to = call.out.cast::<f32>().offset(at);
+                for j in 0..16 {
+                    if 8 * j < channels {
+                        (*to.add(8 * j), *to.add(8 * j + 1)) = pair(j);
+                    }
+                }
+            }
+            OUT_F16 => {
+                let to = call.out.cast::<u16>().offset(at);
+                for j in 0..16 {
+                    if 8 * j < channels {
+                        let (low, high) = pair(j);
+                        *to.add(8 * j).cast::<u32>() = convert::f16x2(low, high);
+                    }
+                }
+            }
+            _ => {
+                let to = call.out.cast::<u16>().offset(at);
+                for j in 0..16 {
+                    if 8 * j < channels {
+                        let (low, high) = pair(j);
+                        *to.add(8 * j).cast::<u32>() = convert::bf16x2(low, high);
+                    }
+                }
+            }
+        }
+        if !call.lse.is_null() && lane == 0 {
+            let head = (work.batch * call.q_heads + work.h) as usize;
+            let at = head * call.q_tokens as usize + token as usize;
+            if !call.lse_shift.is_null() {
+                lse += *call.lse_shift.add(at);
+            }
+            *call.lse.add(at) = lse;
+        }
+    }
+}

@@ -1,0 +1,68 @@
+//! The warp-level attention kernel, run thread by thread on the host (`docs/emulation.md`), against the CPU backend's
+//! numerics and against f64 on the same dequantized operands.
+
+mod emulated;
+
+use emulated::{Case, Family, Qk, checks};
+
+#[test]
+fn every_entry_at_odd_lengths() {
+    checks::every_entry_at_odd_lengths(Family::Mma);
+}
+
+#[test]
+fn batches_of_grouped_heads_with_lengths() {
+    checks::batches_of_grouped_heads_with_lengths(Family::Mma);
+}
+
+#[test]
+fn heads_of_fewer_channels_are_padded() {
+    checks::heads_of_fewer_channels_are_padded(Family::Mma);
+}
+
+#[test]
+fn no_valid_key_gives_zeros() {
+    checks::no_valid_key_gives_zeros(Family::Mma);
+}
+
+#[test]
+fn rings_of_tiles_and_means_go_around() {
+    checks::rings_of_tiles_and_means_go_around(Family::Mma);
+}
+
+#[test]
+fn output_types_round_the_same_values() {
+    checks::output_types_round_the_same_values(Family::Mma);
+}
+
+#[test]
+fn the_order_of_threads_changes_nothing() {
+    checks::the_order_of_threads_changes_nothing(Family::Mma);
+}
+
+#[test]
+fn poisoned_heads_are_nan_and_others_unchanged() {
+    checks::poisoned_heads_are_nan_and_others_unchanged(Family::Mma);
+}
+
+#[test]
+fn a_nan_in_a_query_stays_in_its_row() {
+    checks::a_nan_in_a_query_stays_in_its_row(Family::Mma);
+}
+
+#[test]
+fn the_lse_bias_of_expcast_is_small() {
+    checks::the_lse_bias_of_expcast_is_small(Family::Mma);
+}
+
+/// f16 scores end at 512 code units (44 nats), where the CPU backend leaves them too; INT8 ones are f32.
+#[test]
+fn int8_scores_have_no_range() {
+    for sharpness in [20.0, 200.0] {
+        for exact in [false, true] {
+            let case = Case { qk: Qk::Int8, exact, sharpness, ..Case::new(Family::Mma, 40, 300) };
+            let outcome = checks::check(&case);
+            assert!(outcome.row_max[0] > 20.0 * sharpness, "largest |row max| {}", outcome.row_max[0]);
+        }
+    }
+}
