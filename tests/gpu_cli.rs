@@ -235,7 +235,7 @@ fn each_gpu_has_its_kernels() {
         for row in here {
             assert_eq!((&row["arch"], &row["default_recipe"]), (&arch.into(), &"vc16-expcast".into()));
             let untested = row["state"] == "logic emulated, instruction text assembled only";
-            assert_eq!(untested, gpu != "", "{gpu}: {row}");
+            assert_eq!(untested, !gpu.is_empty(), "{gpu}: {row}");
         }
         // INT8 runs where the warp-level kernels are.
         for recipe in ["vc8", "vc8-expcast", "vc8-fp8qk", "vc16", "vc16-expcast+demean=off"] {

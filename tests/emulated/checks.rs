@@ -6,8 +6,8 @@
 //! - against the CPU backend: 1e-6 (the order of f32 sums) where the two compute the same, 5e-4 where the kernel
 //!   takes short cuts from the second tile on: with ExpCast of f16 scores it rescales between references rounded to f16,
 //!   with means it keeps their row sums in f16 while rescaling;
-//! - LSE: 1e-5 against the CPU backend, 6e-3 with ExpCast of f16 scores (half the f16 spacing of a row max below 256, in
-//!   nats).
+//! - LSE: 1e-5 against the CPU backend (3 epsilon where that is more), 6e-3 with ExpCast of f16 scores (half the f16
+//!   spacing of a row max below 256, in nats).
 
 use half::{bf16, f16};
 use kernels_gpu::emulation::Schedule;
@@ -31,8 +31,9 @@ pub fn check(case: &Case) -> Outcome {
     let same = case.kv_tokens <= 128 || !references && !case.smooth;
     let limit = if same { 1e-6 } else { 5e-4 };
     assert!(between <= limit, "{name}: {between:.2e} from the CPU backend");
-    let limit = if references { 6e-3 } else { 1e-5 };
+    let limit: f32 = if references { 6e-3 } else { 1e-5 };
     for (i, (&a, &b)) in outcome.lse.iter().zip(&outcome.cpu_lse).enumerate() {
+        let limit = limit.max(3.0 * f32::EPSILON * b.abs());
         assert!(a == b || (a - b).abs() <= limit, "{name}: LSE {i} is {a}, the CPU backend's {b}");
     }
     let row_max = outcome.row_max.iter().copied().fold(0.0, f32::max);

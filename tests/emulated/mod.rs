@@ -262,7 +262,8 @@ impl Tiles {
     fn pack(case: &Case, heads: &[Dequantized], codes: &[Codes], v: &[f32]) -> Self {
         let width = if case.qk == Qk::F16 { 2 } else { 1 };
         let (q_tile, k_tile) = (ROWS * HEAD_DIM * width, KEYS * HEAD_DIM * width);
-        let (q_offset, k_offset): (fn(usize, usize) -> usize, fn(usize, usize) -> usize) = match case.qk {
+        type Offset = fn(usize, usize) -> usize;
+        let (q_offset, k_offset): (Offset, Offset) = match case.qk {
             Qk::F16 => (tiles::q_tile_offset_f16, tiles::k_tile_offset_f16),
             Qk::E4m3 | Qk::Int8 => (tiles::q_tile_offset_e4m3, tiles::k_tile_offset_e4m3),
         };
