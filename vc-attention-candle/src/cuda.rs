@@ -16,6 +16,7 @@ use half::{bf16, f16};
 use vc_attention::Recipe;
 use vc_attention::backend::cpu::F16_SCORE_LIMIT;
 use vc_attention::backend::cuda::{self, DevicePlan, PROMOTE, Rope, Spec, Stream, Tensors};
+use vc_attention::recipe::ScoreType;
 
 use crate::attention::{Observed, Op};
 use crate::error::to_candle;
@@ -261,8 +262,9 @@ impl Plans {
         };
         last.done.synchronize().w()?;
         let seen = entry.plan.observed(Stream::from(&*last.stream)).map_err(to_candle)?;
-        // A NaN is out of range too.
-        let in_range = !seen.saturated && seen.max_score < F16_SCORE_LIMIT;
+        // Scores in f32 have the range; in f16 a NaN is out of it too.
+        let wide = key.spec.recipe.scores == ScoreType::F32;
+        let in_range = !seen.saturated && (wide || seen.max_score < F16_SCORE_LIMIT);
         Ok(Observed {
             max_score: seen.max_score,
             f32_fallbacks: 0,
