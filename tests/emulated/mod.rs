@@ -5,7 +5,8 @@ use kernels_gpu::emulation::{Fault, Launch, Memory, Schedule};
 use kernels_gpu::formats::e4m3;
 use kernels_gpu::kernels::attention_sm90 as entries;
 use kernels_gpu::kernels::tiles::{self, HEAD_DIM, KEYS, MEAN_BLOCKS, ROWS};
-use kernels_gpu::kernels::{Entry, SM90};
+use kernels_gpu::kernels::{Entry, SM90, SM100, attention_sm100};
+use kernels_gpu::layout::scale_groups;
 use kernels_gpu::numerics::{mean, units};
 use rand::SeedableRng;
 use rand::rngs::ChaCha8Rng;
@@ -21,8 +22,11 @@ use vc_attention::{Layout, NonFinite, Options, OutputType, Plan, Problem, Tensor
 /// A call: which entry, which sizes, which options.
 #[derive(Clone, Debug)]
 pub struct Case {
+    pub family: Family,
     /// E4M3 queries and keys instead of FP16.
     pub e4m3: bool,
+    /// INT8 ones, with scales; not on Hopper.
+    pub int8: bool,
     /// Exact exponentials instead of ExpCast.
     pub exact: bool,
     /// With block means.
@@ -45,6 +49,13 @@ pub struct Case {
     pub sharpness: f32,
 }
 
+/// Which kernel.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Family {
+    Sm90,
+    Sm100,
+}
+
 /// Output type.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Out {
@@ -57,7 +68,9 @@ impl Case {
     /// One head of FP16 ExpCast with means.
     pub fn new(q_tokens: usize, kv_tokens: usize) -> Self {
         Self {
+            family: Family::Sm90,
             e4m3: false,
+            int8: false,
             exact: false,
             smooth: true,
             batch: 1,
@@ -76,18 +89,27 @@ impl Case {
         }
     }
 
-    /// The same call through each of the eight entries.
+    /// The same call through each of the family's entries.
     pub fn entries(&self) -> Vec<Self> {
-        let flags = [false, true];
-        let each = flags.iter().flat_map(|&e4m3| flags.iter().map(move |&exact| (e4m3, exact)));
-        let each = each.flat_map(|(e4m3, exact)| flags.iter().map(move |&smooth| (e4m3, exact, smooth)));
-        each.map(|(e4m3, exact, smooth)| Self { e4m3, exact, smooth, ..self.clone() }).collect()
+        let (flags, formats) = ([false, true], [(false, false), (true, false), (false, true)]);
+        let formats = &formats[..if self.family == Family::Sm90 { 2 } else { 3 }];
+        let each = formats.iter().flat_map(|&format| flags.iter().map(move |&exact| (format, exact)));
+        let each = each.flat_map(|(format, exact)| flags.iter().map(move |&smooth| (format, exact, smooth)));
+        each.map(|((e4m3, int8), exact, smooth)| Self { e4m3, int8, exact, smooth, ..self.clone() }).collect()
     }
 
     pub fn name(&self) -> String {
         format!(
-            "attention_sm90_{}_{}_{}",
-            if self.e4m3 { "e4m3" } else { "f16" },
+            "attention_{}_{}_{}_{}",
+            match self.family {
+                Family::Sm90 => "sm90",
+                Family::Sm100 => "sm100",
+            },
+            match (self.e4m3, self.int8) {
+                (true, _) => "e4m3",
+                (_, true) => "i8",
+                _ => "f16",
+            },
             if self.exact { "exp2" } else { "expcast" },
             if self.smooth { "smooth" } else { "plain" }
         )
@@ -95,13 +117,22 @@ impl Case {
 
     /// What the CPU backend runs: the recipe of the same numerics, tokens in their own order.
     fn recipe(&self) -> Recipe {
-        let p = if self.exact { vc::vc16() } else { vc::vc16_expcast() };
-        let qk = if self.e4m3 { QkFormat::E4m3PerHead } else { QkFormat::F16 };
+        let p = match (self.exact, self.int8) {
+            (true, false) => vc::vc16(),
+            (false, false) => vc::vc16_expcast(),
+            (true, true) => vc::vc8(),
+            (false, true) => vc::vc8_expcast(),
+        };
+        let qk = match (self.e4m3, self.int8) {
+            (true, _) => QkFormat::E4m3PerHead,
+            (_, true) => QkFormat::Int8,
+            _ => QkFormat::F16,
+        };
         let row_sums = if self.exact { RowSums::Exact } else { RowSums::Decoded };
         assert!(matches!(p.p, Probabilities::E4m3 { peak: 256.0 } | Probabilities::ExpCast { .. }));
         Recipe {
             qk,
-            rotate_qk: self.e4m3,
+            rotate_qk: self.e4m3 || self.int8,
             demean: self.smooth,
             row_sums,
             grouping: GroupingConfig::sequence(),
@@ -156,13 +187,19 @@ struct Tiles {
     v: Vec<u8>,
     means: Vec<u8>,
     v_scale: Vec<f32>,
+    /// INT8 only: factors of rows and scales of keys.
+    q_factor: Vec<f32>,
+    k_scale: Vec<f32>,
 }
 
 /// Writes `code` in the format of Q and K at byte `at`.
-fn put(e4m3: bool, tile: &mut [u8], at: usize, code: f64) {
-    if e4m3 {
+fn put(case: &Case, tile: &mut [u8], at: usize, code: f64) {
+    if case.e4m3 {
         tile[at] = e4m3::encode(code as f32);
         assert_eq!(f64::from(e4m3::decode(tile[at])), code, "a code of the format");
+    } else if case.int8 {
+        tile[at] = code as i8 as u8;
+        assert_eq!(f64::from(tile[at] as i8), code, "a code of the format");
     } else {
         let x = f16::from_f64(code);
         tile[at..at + 2].copy_from_slice(&x.to_le_bytes());
@@ -200,11 +237,13 @@ fn quantize_v(smooth: bool, v: &[f32], dim: usize) -> (Vec<f32>, Vec<f32>, Vec<f
 
 impl Tiles {
     /// Packs the operands of every head. Tiles behind the valid keys hold NaN: nobody may read them.
-    fn pack(case: &Case, heads: &[Dequantized], v: &[f32]) -> Self {
-        let width = if case.e4m3 { 1 } else { 2 };
+    ///
+    /// `codes` are those of INT8 queries and keys, head by head; of other formats they are the operands themselves.
+    fn pack(case: &Case, heads: &[Dequantized], codes: &[[&[f32]; 2]], v: &[f32]) -> Self {
+        let width = if case.e4m3 || case.int8 { 1 } else { 2 };
         let (q_tile, k_tile) = (ROWS * HEAD_DIM * width, KEYS * HEAD_DIM * width);
-        let q_offset = if case.e4m3 { tiles::q_tile_offset_e4m3 } else { tiles::q_tile_offset_f16 };
-        let k_offset = if case.e4m3 { tiles::k_tile_offset_e4m3 } else { tiles::k_tile_offset_f16 };
+        let q_offset = if width == 1 { tiles::q_tile_offset_e4m3 } else { tiles::q_tile_offset_f16 };
+        let k_offset = if width == 1 { tiles::k_tile_offset_e4m3 } else { tiles::k_tile_offset_f16 };
         let (q_tiles, kv_tiles) = (case.q_tokens.div_ceil(2 * ROWS) * 2, case.kv_tokens.div_ceil(KEYS));
         let kv_heads = case.batch * case.kv_heads;
         let mean_tiles = kv_tiles.div_ceil(MEAN_BLOCKS);
@@ -215,21 +254,33 @@ impl Tiles {
             v: vec![0x7f; kv_heads * kv_tiles * tiles::V_BYTES],
             means: vec![0x7f; kv_heads * mean_tiles * tiles::MEAN_BYTES],
             v_scale: Vec::new(),
+            q_factor: vec![f32::NAN; if case.int8 { case.batch * case.q_heads * q_tiles * ROWS } else { 0 }],
+            k_scale: vec![0.0; if case.int8 { kv_heads * kv_tiles * scale_groups::K_GROUPS } else { 0 }],
         };
         let nats = f64::from(units::NATS);
-        for (tiles, head) in t.q.chunks_exact_mut(q_tiles * q_tile).zip(heads) {
+        for (index, (tiles, head)) in t.q.chunks_exact_mut(q_tiles * q_tile).zip(heads).enumerate() {
             for i in 0..case.q_tokens * HEAD_DIM {
                 let (row, c) = (i / HEAD_DIM, i % HEAD_DIM);
                 let q = if c < head.qk_dim { head.q[row * head.qk_dim + c] } else { 0.0 };
-                // Dividing what was multiplied may be off by an ulp of f64; codes have 11 bits.
-                let code = f64::from((q / nats) as f32);
-                put(case.e4m3, &mut tiles[row / ROWS * q_tile..][..q_tile], q_offset(row % ROWS, c), code);
+                // Dividing what was multiplied may be off by an ulp of f64; codes and factors are f32.
+                let mut code = f64::from((q / nats) as f32);
+                if case.int8 {
+                    let value = q / nats;
+                    code = if c < head.qk_dim { codes[index][0][row * head.qk_dim + c].into() } else { 0.0 };
+                    if code != 0.0 {
+                        t.q_factor[index * q_tiles * ROWS + row] = (value / code) as f32;
+                    }
+                }
+                put(case, &mut tiles[row / ROWS * q_tile..][..q_tile], q_offset(row % ROWS, c), code);
             }
         }
         if let Some(row) = case.nan_row {
-            // 0x7f7f and 0x7f are NaN in the two formats.
+            // 0x7f7f and 0x7f are NaN in the two floating formats.
             let at = row / ROWS * q_tile + q_offset(row % ROWS, 77);
             t.q[at..at + width].fill(0x7f);
+            if case.int8 {
+                t.q_factor[row] = f32::NAN;
+            }
         }
         let group = case.q_heads / case.kv_heads;
         for index in 0..kv_heads {
@@ -238,9 +289,17 @@ impl Tiles {
             let used = keys.div_ceil(KEYS);
             let k = &mut t.k[index * kv_tiles * k_tile..][..used * k_tile];
             k.fill(0);
-            for (i, code) in head.k.iter().enumerate() {
+            for (i, value) in head.k.iter().enumerate() {
                 let (key, c) = (i / head.qk_dim, i % head.qk_dim);
-                put(case.e4m3, &mut k[key / KEYS * k_tile..][..k_tile], k_offset(key % KEYS, c), *code);
+                let mut code = *value;
+                if case.int8 {
+                    code = codes[index * group][1][i].into();
+                    if code != 0.0 {
+                        let at = index * kv_tiles * scale_groups::K_GROUPS + scale_groups::k_group(key);
+                        t.k_scale[at] = (value / code) as f32;
+                    }
+                }
+                put(case, &mut k[key / KEYS * k_tile..][..k_tile], k_offset(key % KEYS, c), code);
             }
             let v = &v[index * case.kv_tokens * dim..][..keys * dim];
             let (codes, scale, means) = quantize_v(case.smooth, v, dim);
@@ -323,7 +382,11 @@ pub fn attend(case: &Case) -> Result<Outcome, Fault> {
     }
     exact_lse.iter_mut().zip(&lse_shift).for_each(|(l, s)| *l += f64::from(*s));
 
-    let tiles = Tiles::pack(case, &heads, &v);
+    let codes: Vec<_> = (0..case.batch * case.q_heads)
+        .map(|i| Cpu.codes(&plan, [i / case.q_heads, i % case.q_heads], &qs, &ks, &vs))
+        .map(|codes| [codes.q, codes.k])
+        .collect();
+    let tiles = Tiles::pack(case, &heads, &codes, &v);
     let (o, lse, row_max) = emulate(case, &tiles, &lse_shift)?;
     let mut cpu_o = Vec::new();
     for index in 0..case.batch * case.q_heads {
@@ -338,6 +401,20 @@ pub fn attend(case: &Case) -> Result<Outcome, Fault> {
     Ok(Outcome { o, lse, row_max, cpu_o, cpu_lse, cpu_row_max, exact_o, exact_lse })
 }
 
+/// An entry of the Hopper kernel.
+#[rustfmt::skip]
+type Hopper = unsafe fn(
+    *const u8, *const u8, *const u8, *const u8, *const f32, *const u32, *const u32, *mut u8, *mut f32, *const f32,
+    *mut u32, u32, u32, u32, u32, NonZeroU32, u32, i64, i64, i64, u32, u32,
+);
+
+/// An entry of the kernel for B200 and B300.
+#[rustfmt::skip]
+type Blackwell = unsafe fn(
+    *const u8, *const u8, *const u8, *const u8, *const f32, *const f32, *const f32, *const u32, *const u32, *mut u8,
+    *mut f32, *const f32, *mut u32, u32, u32, u32, u32, NonZeroU32, u32, i64, i64, i64, u32,
+);
+
 /// Output, LSE and row maxima.
 type Emulated = (Vec<f32>, Vec<f32>, Vec<f32>);
 
@@ -349,6 +426,10 @@ fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<Emulated, Fa
     let [q, k, v] = [("q", &tiles.q), ("k", &tiles.k), ("v", &tiles.v)].map(|(n, x)| gpu.input(n, x));
     let means = if case.smooth { gpu.input("means", &tiles.means) } else { std::ptr::null() };
     let v_scale = gpu.input("v_scale", &tiles.v_scale);
+    let (q_factor, k_scale) = match case.int8 {
+        true => (gpu.input("q_factor", &tiles.q_factor), gpu.input("k_scale", &tiles.k_scale)),
+        false => (std::ptr::null(), std::ptr::null()),
+    };
     let lens: Option<Vec<u32>> = case.kv_lens.as_ref().map(|l| l.iter().map(|&l| l as u32).collect());
     let kv_lens = lens.map_or(std::ptr::null(), |l| gpu.input("kv_lens", &l));
     let mut poison = vec![0u32; case.batch * case.kv_heads];
@@ -363,46 +444,6 @@ fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<Emulated, Fa
     let lse_shift = gpu.input("lse_shift", lse_shift);
     let row_max = gpu.in_out("row_max", &vec![0u32; heads]);
 
-    let name = case.name();
-    let entry: &Entry = SM90.iter().find(|e| e.name == name).expect("an entry of the module");
-    macro_rules! function {
-        ($($name:ident)*) => {
-            match name.as_str() {
-                $(stringify!($name) => entries::$name,)*
-                _ => unreachable!("every name of a case"),
-            }
-        };
-    }
-    type Kernel = unsafe fn(
-        *const u8,
-        *const u8,
-        *const u8,
-        *const u8,
-        *const f32,
-        *const u32,
-        *const u32,
-        *mut u8,
-        *mut f32,
-        *const f32,
-        *mut u32,
-        u32,
-        u32,
-        u32,
-        u32,
-        NonZeroU32,
-        u32,
-        i64,
-        i64,
-        i64,
-        u32,
-        u32,
-    );
-    let kernel: Kernel = function!(
-        attention_sm90_f16_expcast_smooth attention_sm90_f16_expcast_plain
-        attention_sm90_f16_exp2_smooth attention_sm90_f16_exp2_plain
-        attention_sm90_e4m3_expcast_smooth attention_sm90_e4m3_expcast_plain
-        attention_sm90_e4m3_exp2_smooth attention_sm90_e4m3_exp2_plain
-    );
     let group = NonZeroU32::new((case.q_heads / case.kv_heads) as u32).expect("query heads share kv heads");
     let out_type = match case.out {
         Out::F32 => entries::OUT_F32,
@@ -411,36 +452,54 @@ fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<Emulated, Fa
     };
     let (token, head) = (case.q_heads * pitch, pitch);
     let batch = case.q_tokens * token;
-    let grid = [case.q_tokens.div_ceil(2 * ROWS), case.q_heads, case.batch].map(|n| n as u32);
-    Launch::of(entry).grid(grid).schedule(case.schedule).run(&gpu, || {
-        // SAFETY: tiles, outputs and sizes are those of the case.
-        unsafe {
-            kernel(
-                q,
-                k,
-                v,
-                means,
-                v_scale,
-                kv_lens,
-                poisoned,
-                out,
-                lse,
-                lse_shift,
-                row_max,
-                case.q_tokens as u32,
-                case.kv_tokens as u32,
-                case.q_heads as u32,
-                case.kv_heads as u32,
-                group,
-                case.head_dim as u32,
-                batch as i64,
-                head as i64,
-                token as i64,
-                case.promote,
-                out_type,
+    let name = case.name();
+    let entry = |table: &'static [Entry]| table.iter().find(|e| e.name == name).expect("an entry of the module");
+    macro_rules! function {
+        ($module:ident, $($name:ident)*) => {
+            match name.as_str() {
+                $(stringify!($name) => $module::$name,)*
+                _ => unreachable!("every name of a case"),
+            }
+        };
+    }
+    macro_rules! launch {
+        ($entry:expr, $rows:expr, $kernel:expr, [$($scales:expr),*], [$($promote:expr),*]) => {{
+            let (entry, kernel) = ($entry, $kernel);
+            let grid = [case.q_tokens.div_ceil($rows), case.q_heads, case.batch].map(|n| n as u32);
+            Launch::of(entry).grid(grid).schedule(case.schedule).run(&gpu, || {
+                // SAFETY: tiles, outputs and sizes are those of the case.
+                unsafe {
+                    kernel(
+                        q, k, v, means, v_scale, $($scales,)* kv_lens, poisoned, out, lse, lse_shift, row_max,
+                        case.q_tokens as u32, case.kv_tokens as u32, case.q_heads as u32, case.kv_heads as u32,
+                        group, case.head_dim as u32, batch as i64, head as i64, token as i64, $($promote,)* out_type,
+                    );
+                }
+            })
+        }};
+    }
+    match case.family {
+        Family::Sm90 => {
+            let kernel: Hopper = function!(entries,
+                attention_sm90_f16_expcast_smooth attention_sm90_f16_expcast_plain
+                attention_sm90_f16_exp2_smooth attention_sm90_f16_exp2_plain
+                attention_sm90_e4m3_expcast_smooth attention_sm90_e4m3_expcast_plain
+                attention_sm90_e4m3_exp2_smooth attention_sm90_e4m3_exp2_plain
             );
+            launch!(entry(SM90), 2 * ROWS, kernel, [], [case.promote])
         }
-    })?;
+        Family::Sm100 => {
+            let kernel: Blackwell = function!(attention_sm100,
+                attention_sm100_f16_expcast_smooth attention_sm100_f16_expcast_plain
+                attention_sm100_f16_exp2_smooth attention_sm100_f16_exp2_plain
+                attention_sm100_e4m3_expcast_smooth attention_sm100_e4m3_expcast_plain
+                attention_sm100_e4m3_exp2_smooth attention_sm100_e4m3_exp2_plain
+                attention_sm100_i8_expcast_smooth attention_sm100_i8_expcast_plain
+                attention_sm100_i8_exp2_smooth attention_sm100_i8_exp2_plain
+            );
+            launch!(entry(SM100), 4 * ROWS, kernel, [q_factor, k_scale], [])
+        }
+    }?;
 
     let all: Vec<f32> = match case.out {
         Out::F32 => gpu.read(out32),

@@ -6,27 +6,49 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
-use kernels_gpu::kernels::{Entry, PREPARE, SM90};
+use kernels_gpu::kernels::{Entry, PREPARE, PREPARE_SM100, SM90, SM100, SM103};
 
 use crate::budget::{Budget, Cost};
 use crate::toolchain::Toolchain;
 use crate::{ptx, ptxas, root};
 
-/// Every architecture that PTX is committed for, with the tables of entries that its module holds.
-const ARCHITECTURES: &[(&str, &[&[Entry]])] = &[("sm_90a", &[SM90, PREPARE])];
+/// A module that is built and committed.
+struct Module {
+    arch: &'static str,
+    /// Which attention kernels it holds: the value of `cfg(attention)` in `kernels-gpu`.
+    family: &'static str,
+    /// Target features beyond those of the architecture: the PTX version where the kernels need a later one.
+    features: Option<&'static str>,
+    /// Its entries.
+    tables: &'static [&'static [Entry]],
+}
+
+/// Every architecture that PTX is committed for.
+const ARCHITECTURES: &[Module] = &[
+    Module { arch: "sm_90a", family: "sm90", features: None, tables: &[SM90, PREPARE] },
+    Module { arch: "sm_100a", family: "sm100", features: None, tables: &[SM100, PREPARE_SM100] },
+    Module { arch: "sm_103a", family: "sm103", features: None, tables: &[SM103, PREPARE_SM100] },
+];
 
 /// Builds, gates and writes the kernels of every architecture, or compares them with what is committed.
-pub fn run(check: bool) -> Result<()> {
+pub fn run(check: bool, only: Option<&str>) -> Result<()> {
     let toolchain = Toolchain::find()?;
     let assembler = ptxas::find()?;
     let committed = root().join("kernels-gpu/ptx");
     let scratch = tempfile::tempdir()?;
     let mut budget = Budget { ptxas: ptxas_version(&assembler)?, kernels: BTreeMap::new() };
 
-    for (arch, tables) in ARCHITECTURES {
+    let chosen = |module: &&Module| only.is_none_or(|only| only == module.arch);
+    let known: Vec<_> = ARCHITECTURES.iter().map(|m| m.arch).collect();
+    ensure!(ARCHITECTURES.iter().any(|m| chosen(&m)), "no such architecture; there are {}", known.join(", "));
+    for Module { arch, family, features, tables } in ARCHITECTURES.iter().filter(chosen) {
         let entries = &tables.concat();
         let name = format!("vc_attention.{arch}.ptx");
-        let text = ptx::finish(&toolchain.build(root(), arch)?, &toolchain.version, entries)?;
+        let text = ptx::finish(
+            &toolchain.build(root(), arch, family, *features)?,
+            &toolchain.version,
+            entries,
+        )?;
         let fresh = scratch.path().join(&name);
         fs::write(&fresh, &text)?;
         let usage = ptxas::assemble(&assembler, &fresh, arch)?;
@@ -39,7 +61,7 @@ pub fn run(check: bool) -> Result<()> {
         }
         println!("{name}: {} entries, {} KiB, gates passed", entries.len(), text.len() / 1024);
     }
-    settle(&committed.join("budget.toml"), &budget, check)
+    settle(&committed.join("budget.toml"), budget, check)
 }
 
 /// Static shared memory from ptxas and dynamic from the table, summed.
@@ -79,11 +101,15 @@ fn compare(committed: &Path, text: &str, compiler: &str) -> Result<()> {
 }
 
 /// Shows how the budget changed; under `check` a change is a failure, unless ptxas is another one.
-fn settle(path: &Path, budget: &Budget, check: bool) -> Result<()> {
+fn settle(path: &Path, mut budget: Budget, check: bool) -> Result<()> {
     let old = match fs::read_to_string(path) {
         Ok(text) => Budget::parse(&text).with_context(|| format!("cannot read {}", path.display()))?,
         Err(_) => Budget::default(),
     };
+    // What was not built stays as it was.
+    for module in ARCHITECTURES.iter().filter(|m| !budget.kernels.contains_key(m.arch)).collect::<Vec<_>>() {
+        budget.kernels.extend(old.kernels.get_key_value(module.arch).map(|(k, v)| (k.clone(), v.clone())));
+    }
     let diff = budget.diff(&old);
     for line in &diff {
         println!("budget: {line}");

@@ -31,6 +31,9 @@ enum Task {
         /// Change nothing: rebuild elsewhere, fail unless PTX and budget equal the committed ones.
         #[arg(long)]
         check: bool,
+        /// Only this architecture.
+        #[arg(long, value_name = "ARCH")]
+        only: Option<String>,
     },
     /// Gather the GPU tests, `gpu-check`, `vca` and their inputs in one folder for a machine with a GPU and no Rust.
     ///
@@ -65,7 +68,7 @@ fn root() -> &'static Path {
 
 fn main() -> Result<()> {
     match Cli::parse().task {
-        Task::Kernels { check } => kernels::run(check),
+        Task::Kernels { check, only } => kernels::run(check, only.as_deref()),
         Task::GpuBundle { output, cust } => bundle::run(&output, cust),
         Task::Cust => {
             println!("{}", cust::build()?.display());

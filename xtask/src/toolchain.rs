@@ -49,13 +49,14 @@ impl Toolchain {
         bail!(INSTALL)
     }
 
-    /// Compiles `kernels-gpu` for `arch` (`sm_90a`) and returns the PTX text as the compiler wrote it.
+    /// Compiles `kernels-gpu` for `arch` (`sm_90a`), with the attention kernels of `family` and the target features
+    /// `features` (`+ptx87`), and returns the PTX text as the compiler wrote it.
     ///
     /// Full unrolling is what keeps register arrays in registers; immediate-abort keeps panic texts and
     /// their paths out of the PTX, which makes the bytes independent of the folder. rustc's own jump threading
     /// is off: it knows nothing of convergent operations, and copies a barrier or a shuffle between two tests of
     /// one condition into both sides, where the threads of a warp wait for each other in different places.
-    pub fn build(&self, root: &Path, arch: &str) -> Result<String> {
+    pub fn build(&self, root: &Path, arch: &str, family: &str, features: Option<&str>) -> Result<String> {
         let target_dir = root.join("target/kernels").join(arch);
         let mut cargo = Command::new(&self.cargo[0]);
         cargo.args(&self.cargo[1..]).current_dir(root);
@@ -77,12 +78,14 @@ impl Toolchain {
                 "RUSTFLAGS",
                 format!(
                     "-Ctarget-cpu={arch} -Clinker=/bin/true -Zunstable-options -Cpanic=immediate-abort \
-                     -Zmir-enable-passes=-JumpThreading"
+                     -Zmir-enable-passes=-JumpThreading{}",
+                    features.map_or(String::new(), |f| format!(" -Ctarget-feature={f}"))
                 ),
             )
             .args(["rustc", "--release", "--lib", "-p", "kernels-gpu", "--target", TARGET])
             .args(["-Zbuild-std=core", "--crate-type", "cdylib", "--", "--emit=asm"])
-            .arg("-Cllvm-args=-unroll-threshold=100000 -unroll-full-max-count=1024");
+            .arg("-Cllvm-args=-unroll-threshold=100000 -unroll-full-max-count=1024")
+            .args(["--cfg", &format!("attention=\"{family}\"")]);
         let status = cargo.status().with_context(|| format!("cannot start {}", self.cargo[0]))?;
         ensure!(status.success(), "the kernels do not compile for {arch}");
         let asm = target_dir.join(TARGET).join("release/deps/kernels_gpu.s");

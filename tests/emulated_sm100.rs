@@ -1,0 +1,174 @@
+//! The kernel for B200 and B300, run thread by thread on the host (`docs/emulation.md`), against the CPU backend's
+//! numerics and against f64 on the same dequantized operands. Nobody here has such a GPU.
+//!
+//! Tolerances as in `emulated_attention.rs`, of relative L2 errors over the whole output:
+//!
+//! - against f64: 1.05 times the CPU backend's own error plus 1e-4;
+//! - against the CPU backend: 1e-6 (the order of f32 sums; 2e-6 for f32 exponentials of INT8 scores, whose argument is
+//!   one fused multiply-add) where the two compute the same, 5e-4 where the kernel takes short cuts from the second tile on:
+//!   with ExpCast on f16 scores it rescales between references rounded to f16, with means it keeps their row sums in f16
+//!   while rescaling;
+//! - LSE: 1e-5 against the CPU backend, 6e-3 with ExpCast on f16 scores (half the f16 spacing of a row max below 256, in
+//!   nats).
+
+mod emulated;
+
+use emulated::{Case, Family, Out, Outcome, attend, rel_l2};
+use half::{bf16, f16};
+use kernels_gpu::emulation::Schedule;
+
+/// One head of FP16 ExpCast with means.
+fn new(q_tokens: usize, kv_tokens: usize) -> Case {
+    Case { family: Family::Sm100, ..Case::new(q_tokens, kv_tokens) }
+}
+
+/// Runs a case; a fault is a failure.
+fn run(case: &Case) -> Outcome {
+    attend(case).unwrap_or_else(|fault| panic!("{} {case:?}\n{fault}", case.name()))
+}
+
+/// Runs a case and holds it to the tolerances.
+fn check(case: &Case) -> Outcome {
+    let name = format!("{} {case:?}", case.name());
+    let outcome = run(case);
+    let kernel = rel_l2(&outcome.o, outcome.exact_o.iter().copied());
+    let cpu = rel_l2(&outcome.cpu_o, outcome.exact_o.iter().copied());
+    assert!(kernel <= 1.05 * cpu + 1e-4, "{name}: {kernel:.2e} from f64, the CPU backend {cpu:.2e}");
+    let between = rel_l2(&outcome.o, outcome.cpu_o.iter().map(|&x| f64::from(x)));
+    let one_reference = case.exact || case.int8;
+    let same = case.kv_tokens <= 128 || one_reference && !case.smooth;
+    let limit = match same {
+        true if case.exact && case.int8 => 2e-6,
+        true => 1e-6,
+        false => 5e-4,
+    };
+    assert!(between <= limit, "{name}: {between:.2e} from the CPU backend");
+    let limit = if one_reference { 1e-5 } else { 6e-3 };
+    for (i, (&a, &b)) in outcome.lse.iter().zip(&outcome.cpu_lse).enumerate() {
+        assert!(a == b || (a - b).abs() <= limit, "{name}: LSE {i} is {a}, the CPU backend's {b}");
+    }
+    let row_max = outcome.row_max.iter().copied().fold(0.0, f32::max);
+    assert_eq!(row_max, outcome.cpu_row_max, "{name}: the largest row max");
+    outcome
+}
+
+/// The output types are roundings of f32; everything else is the same bits.
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|x| x.to_bits()).collect()
+}
+
+#[test]
+fn every_entry_at_odd_lengths() {
+    let shapes =
+        [(1, 1), (128, 2), (127, 127), (256, 128), (200, 129), (64, 191), (1, 300), (300, 300), (129, 256)];
+    let schedules = [Schedule::Oldest, Schedule::Newest, Schedule::Random(1)];
+    for (i, (q, kv)) in shapes.into_iter().enumerate() {
+        for case in new(q, kv).entries() {
+            check(&Case { schedule: schedules[i % 3], ..case });
+        }
+    }
+}
+
+#[test]
+fn batches_of_grouped_heads_with_lengths() {
+    let lens = Some(vec![129, 191]);
+    let case = Case { batch: 2, q_heads: 4, kv_heads: 2, kv_lens: lens, out: Out::F32, ..new(130, 300) };
+    for case in case.entries() {
+        check(&case);
+    }
+}
+
+#[test]
+fn heads_of_fewer_channels_are_padded() {
+    for head_dim in [64, 72] {
+        for case in new(66, 200).entries() {
+            check(&Case { q_heads: 2, head_dim, ..case });
+        }
+    }
+}
+
+#[test]
+fn no_valid_key_gives_zeros() {
+    for case in new(127, 300).entries() {
+        let case = Case { batch: 2, kv_lens: Some(vec![0, 127]), ..case };
+        let outcome = check(&case);
+        let (empty, full) = outcome.o.split_at(127 * 128);
+        assert!(empty.iter().all(|x| *x == 0.0) && full.iter().any(|x| *x != 0.0), "{}", case.name());
+        assert!(outcome.lse[..127].iter().all(|x| *x == f32::NEG_INFINITY), "{}", case.name());
+    }
+}
+
+#[test]
+fn rings_of_tiles_and_means_go_around() {
+    // 51 tiles: every slot of K and V many times, the slots of means (one for 16 tiles) a second time.
+    for (e4m3, exact, schedule) in
+        [(false, false, Schedule::Oldest), (true, false, Schedule::Newest), (true, true, Schedule::Random(3))]
+    {
+        check(&Case { e4m3, exact, schedule, ..new(130, 51 * 128 - 1) });
+    }
+}
+
+#[test]
+fn output_types_round_the_same_values() {
+    let wide = check(&new(65, 300));
+    for out in [Out::F16, Out::Bf16] {
+        let narrow = run(&Case { out, ..new(65, 300) });
+        let rounded = wide.o.iter().map(|&x| match out {
+            Out::Bf16 => bf16::from_f32(x).to_f32(),
+            _ => f16::from_f32(x).to_f32(),
+        });
+        assert_eq!(bits(&narrow.o), bits(&rounded.collect::<Vec<_>>()), "{out:?}");
+        assert_eq!(bits(&narrow.lse), bits(&wide.lse));
+    }
+}
+
+#[test]
+fn the_order_of_threads_changes_nothing() {
+    for case in [new(200, 500), Case { e4m3: true, exact: true, ..new(300, 700) }] {
+        let first = check(&case);
+        for schedule in [Schedule::Newest, Schedule::Random(7), Schedule::Random(8), Schedule::Random(9)] {
+            let other = check(&Case { schedule, ..case.clone() });
+            assert_eq!(bits(&first.o), bits(&other.o), "{schedule:?}");
+            assert_eq!(bits(&first.lse), bits(&other.lse), "{schedule:?}");
+        }
+    }
+}
+
+#[test]
+fn poisoned_heads_are_nan_and_others_unchanged() {
+    for case in (Case { q_heads: 4, kv_heads: 2, ..new(3, 130) }).entries() {
+        let clean = run(&case);
+        let dirty = run(&Case { poisoned: vec![1], ..case.clone() });
+        let half = clean.o.len() / 2;
+        let unchanged = bits(&dirty.o[..half]) == bits(&clean.o[..half]);
+        assert!(unchanged, "{}: heads beside a poisoned one", case.name());
+        assert!(dirty.o[half..].iter().all(|x| x.is_nan()), "{}: poisoned heads", case.name());
+        assert!(dirty.lse[6..].iter().all(|x| x.is_nan()) && !dirty.lse[..6].iter().any(|x| x.is_nan()));
+    }
+}
+
+#[test]
+fn a_nan_in_a_query_stays_in_its_row() {
+    for case in new(70, 200).entries() {
+        let clean = run(&case);
+        let dirty = run(&Case { nan_row: Some(66), ..case.clone() });
+        for (row, (a, b)) in clean.o.chunks(128).zip(dirty.o.chunks(128)).enumerate() {
+            let fine = if row == 66 { b.iter().all(|x| x.is_nan()) } else { bits(a) == bits(b) };
+            assert!(fine, "{}: row {row} with a NaN in row 66", case.name());
+        }
+        assert!(dirty.row_max[0].is_nan(), "the largest row max hides a NaN");
+    }
+}
+
+#[test]
+fn one_tile_writes_the_bytes_of_the_hopper_kernel() {
+    // The same contract: where no sum depends on an order, the two kernels agree to the last bit.
+    for (q, kv) in [(1, 1), (3, 2)] {
+        for case in Case::new(q, kv).entries() {
+            let hopper = run(&case);
+            let blackwell = run(&Case { family: Family::Sm100, ..case.clone() });
+            assert_eq!(bits(&hopper.lse), bits(&blackwell.lse), "{}", case.name());
+            assert_eq!(bits(&hopper.o), bits(&blackwell.o), "{}", case.name());
+        }
+    }
+}
