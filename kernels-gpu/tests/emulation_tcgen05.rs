@@ -187,7 +187,8 @@ fn products_are_right_to_the_bit() {
                 assert_eq!(found, expected, "{name}: row {row}, column {}", 32 + i);
             }
         };
-        launch(128, Schedule::Oldest, || around(a, b, body)).unwrap_or_else(|fault| panic!("{name}: {fault}"));
+        launch(128, Schedule::Oldest, || around(a, b, body))
+            .unwrap_or_else(|fault| panic!("{name}: {fault}"));
     }
 }
 
@@ -204,11 +205,13 @@ fn pairs_of_f16_are_packed_by_the_load() {
         }
         // Rows of ones against columns of which each has another magnitude.
         for (i, pair) in packed.into_iter().enumerate() {
-            let value = |column: usize| f16::from_f32(128.0 * e4m3::decode(0x38 + (column as u8 & 7))).to_bits();
+            let value =
+                |column: usize| f16::from_f32(128.0 * e4m3::decode(0x38 + (column as u8 & 7))).to_bits();
             assert_eq!(pair, u32::from(value(2 * i)) | u32::from(value(2 * i + 1)) << 16);
         }
     };
-    launch(128, Schedule::Oldest, || around(|_, _| 0x38, |row, _| 0x38 + (row as u8 & 7), body)).expect("no fault");
+    launch(128, Schedule::Oldest, || around(|_, _| 0x38, |row, _| 0x38 + (row as u8 & 7), body))
+        .expect("no fault");
 }
 
 #[test]
@@ -262,7 +265,8 @@ fn operand_a_comes_from_tensor_memory() {
             assert_eq!(f32::from_bits(d), (row % 8 + 1) as f32 * b, "row {row}, column {j}");
         }
     };
-    launch(128, Schedule::Oldest, || around(|r, c| small(r, c, 0), |r, c| small(r, c, 3), body)).expect("no fault");
+    launch(128, Schedule::Oldest, || around(|r, c| small(r, c, 0), |r, c| small(r, c, 3), body))
+        .expect("no fault");
 }
 
 #[test]
@@ -510,7 +514,11 @@ fn allocations_follow_their_rules() {
         let Violation::TensorAllocation(rule) = found else { panic!("{found}") };
         rule
     }
-    let odd = rule(|warp| gpu!(if warp == 0 { allocate::<96>(SLOT) }));
+    let odd = rule(|warp| {
+        gpu!(if warp == 0 {
+            allocate::<96>(SLOT)
+        })
+    });
     assert!(odd.contains("power of two"));
     let full = rule(|warp| {
         gpu!(if warp == 0 {
@@ -540,10 +548,16 @@ fn allocations_follow_their_rules() {
         })
     });
     assert!(other.contains("nothing like that"));
-    let kept = violation(64, || gpu!(if thread_idx_x() < 32 { allocate::<64>(SLOT) }));
+    let kept = violation(64, || {
+        gpu!(if thread_idx_x() < 32 {
+            allocate::<64>(SLOT)
+        })
+    });
     assert!(matches!(&kept, Violation::LeftInFlight(text) if text.contains("64 columns")), "{kept}");
     let divided = violation(32, || {
-        gpu!(if thread_idx_x() < 31 { allocate::<64>(SLOT) });
+        gpu!(if thread_idx_x() < 31 {
+            allocate::<64>(SLOT)
+        });
     });
     assert_violation!(divided, Violation::Deadlock(_));
 }
@@ -552,10 +566,16 @@ fn allocations_follow_their_rules() {
 fn columns_are_freed_when_nobody_uses_them() {
     let free = |used: fn(TensorAddr)| {
         violation(128, move || {
-            around(|_, _| 0x38, |_, _| 0x38, |tensor| {
-                used(tensor);
-                gpu!(if thread_idx_x() < 32 { deallocate::<COLUMNS>(tensor) });
-            })
+            around(
+                |_, _| 0x38,
+                |_, _| 0x38,
+                |tensor| {
+                    used(tensor);
+                    gpu!(if thread_idx_x() < 32 {
+                        deallocate::<COLUMNS>(tensor)
+                    });
+                },
+            )
         })
     };
     let flight = free(|tensor| {
@@ -598,13 +618,19 @@ fn only_products_of_one_shape_and_kind_follow_each_other() {
         })
     };
     let (same, other_shape, other_kind, overlapping, operand): (fn(_), fn(_), fn(_), fn(_), fn(_)) = (
-        |tensor: TensorAddr| gpu!(mma_f8(tensor, Descriptor::swizzled(A), Descriptor::swizzled(B), F32, false)),
+        |tensor: TensorAddr| {
+            gpu!(mma_f8(tensor, Descriptor::swizzled(A), Descriptor::swizzled(B), F32, false))
+        },
         |tensor: TensorAddr| {
             let shape = Instruction::into_f32(32);
             gpu!(mma_f8(tensor, Descriptor::swizzled(A), Descriptor::swizzled(B), shape, true))
         },
-        |tensor: TensorAddr| gpu!(mma_f16(tensor, Descriptor::swizzled(A), Descriptor::swizzled(B), F32, true)),
-        |tensor: TensorAddr| gpu!(mma_f8(tensor.add(32), Descriptor::swizzled(A), Descriptor::swizzled(B), F32, false)),
+        |tensor: TensorAddr| {
+            gpu!(mma_f16(tensor, Descriptor::swizzled(A), Descriptor::swizzled(B), F32, true))
+        },
+        |tensor: TensorAddr| {
+            gpu!(mma_f8(tensor.add(32), Descriptor::swizzled(A), Descriptor::swizzled(B), F32, false))
+        },
         |tensor: TensorAddr| gpu!(mma_f8_tensor(tensor.add(64), tensor, Descriptor::swizzled(B), F32, false)),
     );
     launch(128, Schedule::Oldest, follow(same, false)).expect("pipelined");
@@ -664,14 +690,18 @@ fn operands_in_shared_memory_stay_until_the_product_is_complete() {
     assert_violation!(violation(128, overwrite(false)), Violation::OperandInFlight(_));
     // And they are there before it is issued, for the asynchronous proxy.
     let late = violation(128, || {
-        around(|_, _| 0x38, |_, _| 0x38, |tensor| {
-            gpu! {
-                if thread_idx_x() == 0 {
-                    store_u32(A, 0);
+        around(
+            |_, _| 0x38,
+            |_, _| 0x38,
+            |tensor| {
+                gpu! {
+                    if thread_idx_x() == 0 {
+                        store_u32(A, 0);
+                    }
                 }
-            }
-            product(tensor, 1, F32);
-        })
+                product(tensor, 1, F32);
+            },
+        )
     });
     assert_violation!(late, Violation::ProxyFence { .. });
 }
@@ -727,7 +757,15 @@ fn descriptors_are_read_bit_by_bit() {
     let (good, shape) = (Descriptor::swizzled(A).0, F32.0);
     let mut rules = std::collections::BTreeSet::new();
     // The constant of bits 46-48, an absolute offset, reserved bits, swizzles that do not exist, a k step over the edge.
-    for bad in [good ^ 1 << 46, good | 1 << 52, good | 1 << 14, good | 1 << 57, good | 1 << 49, good ^ 1 << 61, good + 7] {
+    for bad in [
+        good ^ 1 << 46,
+        good | 1 << 52,
+        good | 1 << 14,
+        good | 1 << 57,
+        good | 1 << 49,
+        good ^ 1 << 61,
+        good + 7,
+    ] {
         let found = multiply(bad, shape);
         let Violation::Descriptor { rule, .. } = found else { panic!("{found}") };
         rules.insert(rule);
@@ -738,7 +776,10 @@ fn descriptors_are_read_bit_by_bit() {
         assert_violation!(multiply(good, shape ^ 1 << bit), Violation::InstructionDescriptor { .. });
     }
     // s8 into s32 is not for kind::f8f6f4.
-    assert_violation!(multiply(good, Instruction::s8_into_s32(64).0), Violation::InstructionDescriptor { .. });
+    assert_violation!(
+        multiply(good, Instruction::s8_into_s32(64).0),
+        Violation::InstructionDescriptor { .. }
+    );
 }
 
 #[test]

@@ -453,7 +453,8 @@ fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<Emulated, Fa
     let (token, head) = (case.q_heads * pitch, pitch);
     let batch = case.q_tokens * token;
     let name = case.name();
-    let entry = |table: &'static [Entry]| table.iter().find(|e| e.name == name).expect("an entry of the module");
+    let entry =
+        |table: &'static [Entry]| table.iter().find(|e| e.name == name).expect("an entry of the module");
     macro_rules! function {
         ($module:ident, $($name:ident)*) => {
             match name.as_str() {
@@ -470,7 +471,7 @@ fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<Emulated, Fa
                 // SAFETY: tiles, outputs and sizes are those of the case.
                 unsafe {
                     kernel(
-                        q, k, v, means, v_scale, $($scales,)* kv_lens, poisoned, out, lse, lse_shift, row_max,
+                        q, k, v, means, $($scales,)* v_scale, kv_lens, poisoned, out, lse, lse_shift, row_max,
                         case.q_tokens as u32, case.kv_tokens as u32, case.q_heads as u32, case.kv_heads as u32,
                         group, case.head_dim as u32, batch as i64, head as i64, token as i64, $($promote,)* out_type,
                     );

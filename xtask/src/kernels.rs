@@ -44,11 +44,8 @@ pub fn run(check: bool, only: Option<&str>) -> Result<()> {
     for Module { arch, family, features, tables } in ARCHITECTURES.iter().filter(chosen) {
         let entries = &tables.concat();
         let name = format!("vc_attention.{arch}.ptx");
-        let text = ptx::finish(
-            &toolchain.build(root(), arch, family, *features)?,
-            &toolchain.version,
-            entries,
-        )?;
+        let text =
+            ptx::finish(&toolchain.build(root(), arch, family, *features)?, &toolchain.version, entries)?;
         let fresh = scratch.path().join(&name);
         fs::write(&fresh, &text)?;
         let usage = ptxas::assemble(&assembler, &fresh, arch)?;

@@ -249,7 +249,9 @@ pub enum Violation {
         column: u32,
     },
     /// An address in lanes that the warp does not reach, or that a product cannot start at.
-    #[error("Tensor Memory: lane {lane} in an address of warp {warp} of a warpgroup, or of a product of 128 lanes")]
+    #[error(
+        "Tensor Memory: lane {lane} in an address of warp {warp} of a warpgroup, or of a product of 128 lanes"
+    )]
     TensorLanes {
         /// Number of the warp in its warpgroup.
         warp: u32,
@@ -265,7 +267,9 @@ pub enum Violation {
         column: u32,
     },
     /// A cell that a product reads or writes, and no wait for a commit behind it says that it is complete.
-    #[error("Tensor Memory: lane {lane}, column {column} is touched before a commit of its tcgen05.mma was seen")]
+    #[error(
+        "Tensor Memory: lane {lane}, column {column} is touched before a commit of its tcgen05.mma was seen"
+    )]
     TensorInFlight {
         /// The lane.
         lane: u32,

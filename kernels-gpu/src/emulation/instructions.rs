@@ -271,7 +271,14 @@ pub(crate) fn tensor_fence_after() {
 
 /// `tcgen05.mma`.
 #[track_caller]
-pub(crate) fn tensor_product(kind: TensorKind, d: u32, a: TensorOperand, b: u64, shape: u32, accumulate: bool) {
+pub(crate) fn tensor_product(
+    kind: TensorKind,
+    d: u32,
+    a: TensorOperand,
+    b: u64,
+    shape: u32,
+    accumulate: bool,
+) {
     execute(|block, thread| block.tensor_product(thread, kind, d, a, b, shape, accumulate));
 }
 

@@ -51,6 +51,13 @@ pub(super) struct Source {
     written: Epoch,
 }
 
+impl Source {
+    /// When it wrote.
+    pub(super) fn written(self) -> Epoch {
+        self.written
+    }
+}
+
 /// The memory and its history.
 pub(super) struct Shared {
     data: Vec<u8>,

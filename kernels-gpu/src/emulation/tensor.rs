@@ -140,10 +140,15 @@ struct Thread {
 }
 
 impl Thread {
+    /// Operations that were not waited for.
+    fn pending(&self) -> impl Iterator<Item = u32> {
+        let loads = self.loads.iter().filter(|l| l.values.is_none()).map(|l| l.operation);
+        loads.chain(self.stores.iter().copied())
+    }
+
     /// The number up to which all operations are complete.
     fn complete(&self) -> u32 {
-        let loads = self.loads.iter().filter(|l| l.values.is_none()).map(|l| l.operation);
-        loads.chain(self.stores.iter().copied()).min().map_or(self.operations, |first| first - 1)
+        self.pending().min().map_or(self.operations, |first| first - 1)
     }
 }
 
@@ -155,6 +160,8 @@ struct Product {
     accumulate: bool,
     a: Operand,
     b: Vec<u32>,
+    /// Who wrote its operands in shared memory.
+    sources: Clock,
 }
 
 /// A of a product.
@@ -169,6 +176,8 @@ enum Operand {
 #[derive(Default)]
 struct Issuer {
     issued: u32,
+    /// What those that ran came after.
+    sources: Clock,
     /// Those that did not run yet.
     queue: VecDeque<Product>,
 }
@@ -244,7 +253,8 @@ impl Tensor {
         if columns > self.last {
             return fail("allocations may not grow");
         }
-        let free = |at: &u32| self.allocations.iter().all(|(from, n)| at + columns <= *from || from + n <= *at);
+        let free =
+            |at: &u32| self.allocations.iter().all(|(from, n)| at + columns <= *from || from + n <= *at);
         let Some(at) = (0..=COLUMNS - columns).step_by(columns as usize).find(free) else {
             return fail("no columns are left, and nobody else would free some");
         };
@@ -302,7 +312,7 @@ impl Tensor {
         let me = &self.threads[thread as usize];
         let Access { actor, operation, ordinary } = access;
         if u32::from(actor) == thread {
-            return if me.complete() >= operation { Order::Known } else { Order::Wait };
+            return if me.pending().any(|o| o == operation) { Order::Wait } else { Order::Known };
         }
         if me.after.get(actor) >= operation {
             return Order::Known;
@@ -494,13 +504,16 @@ impl Tensor {
                 Operand::Tensor(address)
             }
         };
+        let mut sources = Clock::default();
         for source in shared.product_issued(&chunks, 1)? {
             shared.check_source(known, source)?;
+            let Epoch { actor, clock } = source.written();
+            sources.set(actor, clock.max(sources.get(actor)));
         }
         self.write_accumulators(thread, known, access, shape, d, accumulate)?;
         let issuer = &mut self.issuers[warp];
         issuer.issued = number;
-        issuer.queue.push_back(Product { number, shape, d, accumulate, a, b });
+        issuer.queue.push_back(Product { number, shape, d, accumulate, a, b, sources });
         Ok(())
     }
 
@@ -583,13 +596,14 @@ impl Tensor {
         let actor = self.actor_of(warp);
         while let Some(product) = self.issuers[warp].queue.pop_front_if(|p| p.number <= products) {
             self.run(&product, shared);
+            self.issuers[warp].sources.join(&product.sources);
             let mut chunks = product.b;
             if let Operand::Shared(a) = product.a {
                 chunks.extend(a);
             }
             shared.product_waited(Epoch { actor, clock: product.number }, &chunks);
         }
-        let mut known = Causality::default();
+        let mut known = Causality { seen: self.issuers[warp].sources.clone(), ..Causality::default() };
         known.seen.set(actor, products);
         known.tensor.set(actor, products);
         (barrier, known)

@@ -43,9 +43,9 @@
 //! | name | what |
 //! |---|---|
 //! | `q`, `k`, `v`, `means` | tiles ([`tiles`]; INT8 lies like E4M3), heads in order; `means` is not read without smoothing |
-//! | `v_scale` | f32 `[batch, kv_heads, 128]`: multiplies channel c of the output |
 //! | `q_factor` | f32 `[batch, q_heads, 128 ceil(q_tokens / 128)]`: multiplies the scores of a row; INT8 only, else not read |
 //! | `k_scale` | f32 `[batch, kv_heads, ceil(kv_tokens / 128), 4]`: multiplies those of keys k with this (k mod 8) / 2; INT8 only, else not read |
+//! | `v_scale` | f32 `[batch, kv_heads, 128]`: multiplies channel c of the output |
 //! | `kv_lens` | u32 `[batch]`, or null: keys that count, at most `kv_tokens` |
 //! | `poisoned` | u32 `[batch, kv_heads]`, or null: not 0 makes the head's output NaN |
 //! | `out` | element (b, h, t, c) at b * `out_batch` + h * `out_head` + t * `out_token` + c, in elements; 8-byte (f32) or 4-byte aligned pairs |
@@ -638,9 +638,9 @@ struct Call {
     k: *const u8,
     v: *const u8,
     means: *const u8,
-    v_scale: *const f32,
     q_factor: *const f32,
     k_scale: *const f32,
+    v_scale: *const f32,
     kv_lens: *const u32,
     poisoned: *const u32,
     out: *mut u8,
@@ -979,13 +979,12 @@ impl<S: Scores> Correction<'_, S> {
                     }
                 }
             }
-            for tile in 0..TILES {
-                let state = &states[tile as usize];
-                if work.blocks > 0 {
+            if work.blocks > 0 {
+                for tile in 0..TILES {
                     shared.o_full(tile).wait((work.blocks - 1) % 2);
                     fence_after_sync();
                     if SMOOTH {
-                        tcgen05::store_x8(tensor.pending(tile).down(lanes), &state.pending);
+                        tcgen05::store_x8(tensor.pending(tile).down(lanes), &states[tile as usize].pending);
                         tcgen05::wait_store();
                         fence_before_sync();
                         shared.o_ready(tile).arrive();
@@ -993,23 +992,30 @@ impl<S: Scores> Correction<'_, S> {
                         fence_after_sync();
                     }
                 }
-                self.finish(tile, state);
+            }
+            // Of the last block of a head there may be one tile only.
+            let tiles = (self.call.q_tokens - work.row).div_ceil(TILE).min(TILES);
+            let mut tile = 0;
+            while tile < tiles {
+                let State { reference, sum, .. } = if tile == 0 { states[0] } else { states[1] };
+                self.finish(tile, reference, sum);
+                tile += 1;
             }
         }
     }
 
     /// O = A / l times the channel scales, and LSE.
     #[inline(always)]
-    unsafe fn finish(&self, tile: u32, state: &State) {
+    unsafe fn finish(&self, tile: u32, reference: f32, sum: f32) {
         let Self { call, work, tensor, row, .. } = *self;
         let token = work.row + tile * TILE + row;
-        let mut inverse = 1.0 / state.sum;
-        let mut lse = convert::fma(state.reference, 0.125, convert::log2(state.sum) - 8.0) * core::f32::consts::LN_2;
+        let mut inverse = 1.0 / sum;
+        let mut lse = convert::fma(reference, 0.125, convert::log2(sum) - 8.0) * core::f32::consts::LN_2;
         // SAFETY: rows below q_tokens and the sizes of the contract; the whole warp reads O together.
         unsafe {
             if work.keys == 0 {
                 (inverse, lse) = (0.0, f32::NEG_INFINITY);
-            } else if !state.reference.is_finite()
+            } else if !reference.is_finite()
                 || !call.poisoned.is_null() && *call.poisoned.add(work.kv_head as usize) != 0
             {
                 (inverse, lse) = (f32::NAN, f32::NAN);
@@ -1146,9 +1152,9 @@ macro_rules! entry {
             k: *const u8,
             v: *const u8,
             means: *const u8,
-            v_scale: *const f32,
             q_factor: *const f32,
             k_scale: *const f32,
+            v_scale: *const f32,
             kv_lens: *const u32,
             poisoned: *const u32,
             out: *mut u8,
@@ -1167,7 +1173,7 @@ macro_rules! entry {
             out_type: u32,
         ) {
             let call = Call {
-                q, k, v, means, v_scale, q_factor, k_scale, kv_lens, poisoned, out, lse, lse_shift, row_max, q_tokens,
+                q, k, v, means, q_factor, k_scale, v_scale, kv_lens, poisoned, out, lse, lse_shift, row_max, q_tokens,
                 kv_tokens, q_heads, kv_heads, group, head_dim, out_batch, out_head, out_token, out_type,
             };
             // SAFETY: the entry's contract.
