@@ -149,7 +149,8 @@ fn poisoned_heads_are_nan_and_others_unchanged() {
 
 #[test]
 fn a_nan_in_a_query_stays_in_its_row() {
-    for case in new(70, 200).entries() {
+    // Of one tile the masked keys are numbers beside the NaN.
+    for case in [new(70, 200), new(70, 100)].iter().flat_map(Case::entries) {
         let clean = run(&case);
         let dirty = run(&Case { nan_row: Some(66), ..case.clone() });
         for (row, (a, b)) in clean.o.chunks(128).zip(dirty.o.chunks(128)).enumerate() {

@@ -139,7 +139,7 @@ pub enum Violation {
         writer: String,
     },
     /// A write into an operand of a product that is not waited for.
-    #[error("shared memory {0:#x} is written while a wgmma that reads it is in flight")]
+    #[error("shared memory {0:#x} is written while a wgmma or tcgen05.mma that reads it is in flight")]
     OperandInFlight(u32),
     /// Ordinary access to the bytes of an mbarrier.
     #[error("shared memory {0:#x} holds an mbarrier")]

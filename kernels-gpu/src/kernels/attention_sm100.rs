@@ -196,7 +196,6 @@ trait Row {
 }
 
 /// -0.484375: with it every row max below 1024 code units lands on byte 120.
-const BETA: u16 = 0xb7c0;
 const BETA_F32: f32 = -0.484375;
 /// 2^-24 and 120 of them: a subnormal f16 is a whole number of 2^-24 and its bits are that number, so a product
 /// with the first rounds to whole codes, and saturation cuts off below code 0.
@@ -330,7 +329,8 @@ impl Row for Wide {
 
     #[inline(always)]
     fn addend(_: f32) -> u32 {
-        splat(BETA)
+        // `BETA_F32` in f16.
+        splat(0xb7c0)
     }
 
     #[inline(always)]
