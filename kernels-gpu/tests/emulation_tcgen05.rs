@@ -258,7 +258,7 @@ fn operand_a_comes_from_tensor_memory() {
             // Element 5 of row j in core matrices, wherever the swizzled writer put those bytes.
             let byte = |at: usize| {
                 let (r, chunk) = (at / 128, at / 16 % 8);
-                small(r, (chunk ^ r % 8) * 16 + at % 16, 0)
+                small(r, (chunk ^ (r % 8)) * 16 + at % 16, 0)
             };
             let at = j / 8 * 256 + j % 8 * 16 + 10;
             let b = f16::from_le_bytes([byte(at), byte(at + 1)]).to_f32();
@@ -280,8 +280,8 @@ fn rules_kept_pass_in_every_order() {
                 wait_store();
                 fence_before_sync();
                 ALL.arrive();
-                for round in 0..2 {
-                    DONE[round].wait(0);
+                for (round, done) in DONE.iter().enumerate() {
+                    done.wait(0);
                     fence_after_sync();
                     let mut d = [0];
                     load_x1(&mut d, mine(tensor).add(D + 63));
@@ -617,7 +617,8 @@ fn only_products_of_one_shape_and_kind_follow_each_other() {
             }
         })
     };
-    let (same, other_shape, other_kind, overlapping, operand): (fn(_), fn(_), fn(_), fn(_), fn(_)) = (
+    type Issue = fn(TensorAddr);
+    let [same, other_shape, other_kind, overlapping, operand]: [Issue; 5] = [
         |tensor: TensorAddr| {
             gpu!(mma_f8(tensor, Descriptor::swizzled(A), Descriptor::swizzled(B), F32, false))
         },
@@ -632,7 +633,7 @@ fn only_products_of_one_shape_and_kind_follow_each_other() {
             gpu!(mma_f8(tensor.add(32), Descriptor::swizzled(A), Descriptor::swizzled(B), F32, false))
         },
         |tensor: TensorAddr| gpu!(mma_f8_tensor(tensor.add(64), tensor, Descriptor::swizzled(B), F32, false)),
-    );
+    ];
     launch(128, Schedule::Oldest, follow(same, false)).expect("pipelined");
     for second in [other_shape, other_kind, overlapping, operand] {
         launch(128, Schedule::Oldest, follow(second, true)).expect("waited for");

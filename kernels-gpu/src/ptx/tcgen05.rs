@@ -105,8 +105,8 @@ impl Instruction {
 
     /// 128 rows by `n` columns, a multiple of 16 up to 256.
     const fn new(d: u32, operands: u32, n: u32) -> Self {
-        assert!(n >= 16 && n <= 256 && n % 16 == 0);
-        Self(d << 4 | operands << 7 | operands << 10 | n / 8 << 17 | 128 / 16 << 24)
+        assert!(n >= 16 && n <= 256 && n.is_multiple_of(16));
+        Self(d << 4 | operands << 7 | operands << 10 | (n / 8) << 17 | (128 / 16) << 24)
     }
 
     /// f16 operands or E4M3 operands (both are type 0 of their kind), f16 accumulators.
