@@ -15,7 +15,7 @@ use kernels_gpu::emulation::Schedule;
 use super::{Case, Family, Out, Outcome, Qk, attend, rel_l2};
 
 /// Runs a case; a fault is a failure.
-fn run(case: &Case) -> Outcome {
+pub fn run(case: &Case) -> Outcome {
     attend(case).unwrap_or_else(|fault| panic!("{} {case:?}\n{fault}", case.name()))
 }
 
@@ -29,7 +29,15 @@ pub fn check(case: &Case) -> Outcome {
     let between = rel_l2(&outcome.o, outcome.cpu_o.iter().map(|&x| f64::from(x)));
     let references = !case.exact && case.qk != Qk::Int8;
     let same = case.kv_tokens <= 128 || !references && !case.smooth;
-    let limit = if same { 1e-6 } else { 5e-4 };
+    // The argument of an exponential of INT8 scores is one fused multiply-add on B200, two roundings on the CPU.
+    let fused = case.family == Family::Sm100 && case.exact && case.qk == Qk::Int8;
+    let limit = if !same {
+        5e-4
+    } else if fused {
+        2e-6
+    } else {
+        1e-6
+    };
     assert!(between <= limit, "{name}: {between:.2e} from the CPU backend");
     let limit: f32 = if references { 6e-3 } else { 1e-5 };
     for (i, (&a, &b)) in outcome.lse.iter().zip(&outcome.cpu_lse).enumerate() {
@@ -42,7 +50,7 @@ pub fn check(case: &Case) -> Outcome {
 }
 
 /// The output types are roundings of f32; everything else is the same bits.
-fn bits(values: &[f32]) -> Vec<u32> {
+pub fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|x| x.to_bits()).collect()
 }
 
@@ -93,7 +101,8 @@ pub fn no_valid_key_gives_zeros(family: Family) {
 pub fn rings_of_tiles_and_means_go_around(family: Family) {
     // 35 tiles: every slot of K and V many times, the slots of means (one for 16 tiles) a second time.
     for (qk, schedule) in [(Qk::F16, Schedule::Oldest), (Qk::E4m3, Schedule::Newest)] {
-        for promote in [1, 4, 1000] {
+        let intervals: &[u32] = if family == Family::Sm90 { &[1, 4, 1000] } else { &[1] };
+        for &promote in intervals {
             check(&Case { qk, schedule, promote, ..Case::new(family, 65, 35 * 128 - 1) });
         }
     }
@@ -138,7 +147,8 @@ pub fn poisoned_heads_are_nan_and_others_unchanged(family: Family) {
 }
 
 pub fn a_nan_in_a_query_stays_in_its_row(family: Family) {
-    for case in Case::new(family, 70, 200).entries() {
+    // Of one tile the masked keys are numbers beside the NaN.
+    for case in [200, 100].iter().flat_map(|&keys| Case::new(family, 70, keys).entries()) {
         let clean = run(&case);
         let dirty = run(&Case { nan_row: Some(66), ..case.clone() });
         for (row, (a, b)) in clean.o.chunks(128).zip(dirty.o.chunks(128)).enumerate() {

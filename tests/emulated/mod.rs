@@ -7,8 +7,8 @@ use half::{bf16, f16};
 use kernels_gpu::emulation::{Fault, Launch, Memory, Schedule};
 use kernels_gpu::formats::e4m3;
 use kernels_gpu::kernels::tiles::{self, HEAD_DIM, KEYS, MEAN_BLOCKS, ROWS};
-use kernels_gpu::kernels::{Entry, MMA, SM90};
-use kernels_gpu::kernels::{attention_mma, attention_sm90};
+use kernels_gpu::kernels::{Entry, MMA, SM90, SM100};
+use kernels_gpu::kernels::{attention_mma, attention_sm90, attention_sm100};
 use kernels_gpu::layout::scale_groups;
 use kernels_gpu::numerics::{mean, units};
 use rand::SeedableRng;
@@ -30,6 +30,8 @@ pub enum Family {
     Sm90,
     /// The warp-level one, which has no promotion interval.
     Mma,
+    /// That of B200 and B300, which has none either.
+    Sm100,
 }
 
 /// Format of queries and keys.
@@ -103,7 +105,7 @@ impl Case {
     pub fn entries(&self) -> Vec<Self> {
         let formats: &[Qk] = match self.family {
             Family::Sm90 => &[Qk::F16, Qk::E4m3],
-            Family::Mma => &[Qk::F16, Qk::E4m3, Qk::Int8],
+            Family::Mma | Family::Sm100 => &[Qk::F16, Qk::E4m3, Qk::Int8],
         };
         let flags = [false, true];
         let each = formats.iter().flat_map(|&qk| flags.iter().map(move |&exact| (qk, exact)));
@@ -117,6 +119,7 @@ impl Case {
             match self.family {
                 Family::Sm90 => "sm90",
                 Family::Mma => "mma",
+                Family::Sm100 => "sm100",
             },
             match self.qk {
                 Qk::F16 => "f16",
@@ -447,7 +450,8 @@ fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<Emulated, Fa
         Qk::F16 | Qk::E4m3 => [std::ptr::null(); 2],
     };
     let name = case.name();
-    let entry: &Entry = SM90.iter().chain(MMA).find(|e| e.name == name).expect("an entry of a module");
+    let entry: Entry =
+        [SM90, MMA, SM100].concat().into_iter().find(|e| e.name == name).expect("an entry of a module");
     let group = NonZeroU32::new((case.q_heads / case.kv_heads) as u32).expect("query heads share kv heads");
     let out_type = match case.out {
         Out::F32 => attention_sm90::OUT_F32,
@@ -456,7 +460,8 @@ fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<Emulated, Fa
     };
     let (token, head) = (case.q_heads * pitch, pitch);
     let batch = case.q_tokens * token;
-    let grid = [case.q_tokens.div_ceil(2 * ROWS), case.q_heads, case.batch].map(|n| n as u32);
+    let rows_a_block = if case.family == Family::Sm100 { 4 * ROWS } else { 2 * ROWS };
+    let grid = [case.q_tokens.div_ceil(rows_a_block), case.q_heads, case.batch].map(|n| n as u32);
     let [q_tokens, kv_tokens, q_heads, kv_heads, head_dim] =
         [case.q_tokens, case.kv_tokens, case.q_heads, case.kv_heads, case.head_dim].map(|n| n as u32);
     let strides = [batch, head, token].map(|n| n as i64);
@@ -468,7 +473,7 @@ fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<Emulated, Fa
             }
         };
     }
-    Launch::of(entry).grid(grid).schedule(case.schedule).run(&gpu, || {
+    Launch::of(&entry).grid(grid).schedule(case.schedule).run(&gpu, || {
         // SAFETY: tiles, outputs and sizes are those of the case.
         unsafe {
             match case.family {
@@ -487,6 +492,16 @@ fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<Emulated, Fa
                     attention_mma_e4m3_exp2_smooth attention_mma_e4m3_exp2_plain
                     attention_mma_i8_expcast_smooth attention_mma_i8_expcast_plain
                     attention_mma_i8_exp2_smooth attention_mma_i8_exp2_plain;
+                    (q, k, v, means, q_factor, k_scale, v_scale, kv_lens, poisoned, out, lse, lse_shift, row_max,
+                    q_tokens, kv_tokens, q_heads, kv_heads, group, head_dim, strides[0], strides[1], strides[2], out_type)
+                ),
+                Family::Sm100 => call!(
+                    attention_sm100: attention_sm100_f16_expcast_smooth attention_sm100_f16_expcast_plain
+                    attention_sm100_f16_exp2_smooth attention_sm100_f16_exp2_plain
+                    attention_sm100_e4m3_expcast_smooth attention_sm100_e4m3_expcast_plain
+                    attention_sm100_e4m3_exp2_smooth attention_sm100_e4m3_exp2_plain
+                    attention_sm100_i8_expcast_smooth attention_sm100_i8_expcast_plain
+                    attention_sm100_i8_exp2_smooth attention_sm100_i8_exp2_plain;
                     (q, k, v, means, q_factor, k_scale, v_scale, kv_lens, poisoned, out, lse, lse_shift, row_max,
                     q_tokens, kv_tokens, q_heads, kv_heads, group, head_dim, strides[0], strides[1], strides[2], out_type)
                 ),

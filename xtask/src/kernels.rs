@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
-use kernels_gpu::kernels::{Entry, MMA, PREPARE, SM90};
+use kernels_gpu::kernels::{Entry, MMA, PREPARE, SM90, SM100, SM103};
 
 use crate::budget::{Budget, Cost};
 use crate::toolchain::Toolchain;
@@ -69,7 +69,27 @@ const ARCHITECTURES: &[Module] = &[
         tables: &[MMA, PREPARE],
         fewer: &[("quantize_q", 3), ("quantize_k_f16", 3), ("quantize_k_e4m3", 3), ("quantize_k_i8", 1)],
     },
+    Module {
+        arch: "sm_100a",
+        family: "sm100",
+        features: None,
+        compressed: true,
+        tables: &[SM100, PREPARE],
+        fewer: SM100_FEWER,
+    },
+    Module {
+        arch: "sm_103a",
+        family: "sm103",
+        features: None,
+        compressed: true,
+        tables: &[SM103, PREPARE],
+        fewer: SM100_FEWER,
+    },
 ];
+
+/// The quantizers of Q and K need a few registers more on sm_100a and sm_103a: one block less has to fit.
+const SM100_FEWER: &[(&str, u32)] =
+    &[("quantize_q", 3), ("quantize_k_f16", 3), ("quantize_k_e4m3", 3), ("quantize_k_i8", 1)];
 
 /// Builds, gates and writes the kernels of every architecture, or compares them with what is committed.
 pub fn run(check: bool, only: Option<&str>) -> Result<()> {

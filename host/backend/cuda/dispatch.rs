@@ -19,6 +19,10 @@ pub enum Family {
     /// there; it is not in Hopper's module until it has run there ([`Device::warp_level`](super::Device::warp_level)
     /// loads it beside).
     Mma,
+    /// `attention_sm100`: tcgen05, for B200.
+    Sm100,
+    /// The same without INT8, whose products B300 has not got.
+    Sm103,
 }
 
 impl Family {
@@ -27,6 +31,7 @@ impl Family {
         match self {
             Family::Sm90 => "attention_sm90",
             Family::Mma => "attention_mma",
+            Family::Sm100 | Family::Sm103 => "attention_sm100",
         }
     }
 
@@ -35,6 +40,8 @@ impl Family {
         match self {
             Family::Sm90 => kernels::SM90,
             Family::Mma => kernels::MMA,
+            Family::Sm100 => kernels::SM100,
+            Family::Sm103 => kernels::SM103,
         }
     }
 
@@ -43,7 +50,7 @@ impl Family {
         match (recipe.qk, recipe.scores) {
             (QkFormat::F16, ScoreType::F16) => Some("f16"),
             (QkFormat::E4m3PerHead, ScoreType::F16) => Some("e4m3"),
-            (QkFormat::Int8, ScoreType::F32) if self == Family::Mma => Some("i8"),
+            (QkFormat::Int8, ScoreType::F32) if matches!(self, Family::Mma | Family::Sm100) => Some("i8"),
             _ => None,
         }
     }
@@ -51,16 +58,24 @@ impl Family {
     /// The formats of Q and K that it takes, in words.
     pub(super) fn takes(self) -> &'static str {
         match self {
-            Family::Sm90 => "f16 or e4m3-head, with f16 scores",
-            Family::Mma => "f16 or e4m3-head, with f16 scores, or int8, with f32 scores",
+            Family::Sm90 | Family::Sm103 => "f16 or e4m3-head, with f16 scores",
+            Family::Mma | Family::Sm100 => "f16 or e4m3-head, with f16 scores, or int8, with f32 scores",
+        }
+    }
+
+    /// Query rows of a block of its entries.
+    pub(super) fn rows(self) -> usize {
+        match self {
+            Family::Sm90 | Family::Mma => 128,
+            Family::Sm100 | Family::Sm103 => 256,
         }
     }
 
     /// The named recipes that it runs.
     pub fn recipes(self) -> &'static [&'static str] {
         match self {
-            Family::Sm90 => &["vc8-fp8qk", "vc16", "vc16-expcast"],
-            Family::Mma => &["vc8", "vc8-expcast", "vc8-fp8qk", "vc16", "vc16-expcast"],
+            Family::Sm90 | Family::Sm103 => &["vc8-fp8qk", "vc16", "vc16-expcast"],
+            Family::Mma | Family::Sm100 => &["vc8", "vc8-expcast", "vc8-fp8qk", "vc16", "vc16-expcast"],
         }
     }
 }
@@ -112,8 +127,8 @@ pub struct Row {
 /// The default recipe of every row; see [`Kernels::default_recipe`].
 const DEFAULT: &str = "vc16-expcast";
 
-const fn warp_level(arch: &'static str) -> Result<Kernels, &'static str> {
-    Ok(Kernels { arch, family: Family::Mma, default_recipe: DEFAULT, state: State::Assembled })
+const fn assembled(arch: &'static str, family: Family) -> Result<Kernels, &'static str> {
+    Ok(Kernels { arch, family, default_recipe: DEFAULT, state: State::Assembled })
 }
 
 /// Probabilities and values are E4M3 in every kernel.
@@ -123,7 +138,7 @@ const NO_FP8: &str = "it has no FP8 Tensor Cores, and every kernel multiplies E4
 /// The table. A GPU later than sm_89 whose capability is not in it is served as those of the last row.
 pub const TABLE: &[Row] = &[
     Row { capabilities: &[(8, 0), (8, 6), (8, 7)], gpus: "A100, RTX 3090", kernels: Err(NO_FP8) },
-    Row { capabilities: &[(8, 9)], gpus: "L40S, RTX 4090", kernels: warp_level("sm_89") },
+    Row { capabilities: &[(8, 9)], gpus: "L40S, RTX 4090", kernels: assembled("sm_89", Family::Mma) },
     Row {
         capabilities: &[(9, 0)],
         gpus: "H100, H200",
@@ -134,15 +149,21 @@ pub const TABLE: &[Row] = &[
             state: State::Tested("an H200"),
         }),
     },
-    Row { capabilities: &[(12, 0)], gpus: "RTX PRO 6000, RTX 5090", kernels: warp_level("sm_120a") },
+    Row { capabilities: &[(10, 0)], gpus: "B200", kernels: assembled("sm_100a", Family::Sm100) },
+    Row { capabilities: &[(10, 3)], gpus: "B300", kernels: assembled("sm_103a", Family::Sm103) },
+    Row {
+        capabilities: &[(12, 0)],
+        gpus: "RTX PRO 6000, RTX 5090",
+        kernels: assembled("sm_120a", Family::Mma),
+    },
     FALLBACK,
 ];
 
 /// GPUs later than sm_89 without kernels of their own: PTX for sm_89 runs on all of them.
 const FALLBACK: Row = Row {
-    capabilities: &[(10, 0), (10, 3), (11, 0), (12, 1)],
-    gpus: "B200, B300, Thor, GB10, later ones",
-    kernels: warp_level("sm_89"),
+    capabilities: &[(11, 0), (12, 1)],
+    gpus: "Thor, GB10, later ones",
+    kernels: assembled("sm_89", Family::Mma),
 };
 
 /// The oldest capability that PTX for sm_89 runs on.
@@ -205,7 +226,7 @@ mod tests {
 
     #[test]
     fn recipes_are_those_that_the_entries_cover() {
-        for family in [Family::Sm90, Family::Mma] {
+        for family in [Family::Sm90, Family::Mma, Family::Sm100, Family::Sm103] {
             let covered = Recipe::all().into_iter().filter(|recipe| {
                 // Of E4M3 values with ours the named recipes differ from the baselines in demeaning and peak.
                 family.qk(recipe).is_some()
@@ -219,7 +240,7 @@ mod tests {
 
     #[test]
     fn later_gpus_fall_back_and_earlier_ones_are_told_what_is_missing() {
-        for capability in [(8, 9), (10, 0), (12, 1), (13, 0)] {
+        for capability in [(8, 9), (11, 0), (12, 1), (13, 0)] {
             assert_eq!(kernels_for("x", capability).expect("covered").family, Family::Mma);
         }
         assert_eq!(kernels_for("x", (9, 0)).expect("covered").family, Family::Sm90);

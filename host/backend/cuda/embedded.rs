@@ -30,6 +30,7 @@ fn needs(ptx: &str) -> (&'static str, &'static str) {
     let version = ptx.lines().find_map(|line| line.strip_prefix(".version "));
     match version.map(str::trim) {
         Some("8.0") => ("12.0", "525.60.13"),
+        Some("8.8") => ("12.9", "575.51.03"),
         _ => ("12.8", "570.26"),
     }
 }

@@ -664,7 +664,9 @@ impl DevicePlan {
         let family = self.device.family();
         let arguments = match family {
             Family::Sm90 => arguments,
-            Family::Mma => arguments.with(self.ptr(self.at.q_factor)).with(self.ptr(self.at.k_scale)),
+            Family::Mma | Family::Sm100 | Family::Sm103 => {
+                arguments.with(self.ptr(self.at.q_factor)).with(self.ptr(self.at.k_scale))
+            }
         };
         let arguments = arguments
             .with(self.ptr(self.at.v_scale))
@@ -685,10 +687,10 @@ impl DevicePlan {
             .with(token);
         let arguments = match family {
             Family::Sm90 => arguments.with(self.spec.promote),
-            Family::Mma => arguments,
+            Family::Mma | Family::Sm100 | Family::Sm103 => arguments,
         };
         let arguments = arguments.with(out_type);
-        let grid = [self.sizes.q_blocks as u32, s.q_heads as u32, s.batch as u32];
+        let grid = [s.q_tokens.div_ceil(family.rows()) as u32, s.q_heads as u32, s.batch as u32];
         // SAFETY: by the caller.
         unsafe { self.device.function(&self.names.attention)?.launch(stream, grid, arguments) }
     }

@@ -11,6 +11,7 @@ use super::fault::{Violation, Waiting};
 use super::global::Memory;
 use super::schedule::Queue;
 use super::shared::Shared;
+use super::tensor::{Tensor, TensorKind, TensorOperand};
 use super::warp::{Brought, Warp};
 use super::warpgroup::{self, Warpgroup};
 
@@ -70,6 +71,7 @@ pub(super) struct Block<'a> {
     named: Vec<Named>,
     warps: Vec<Warp>,
     warpgroups: Vec<Warpgroup>,
+    tensor: Tensor,
     /// Registers a thread, of every warpgroup, and those that nobody has.
     registers: Vec<u32>,
     free_registers: u32,
@@ -107,6 +109,7 @@ impl<'a> Block<'a> {
             named: (0..16).map(|_| Named::default()).collect(),
             warps: (0..threads.div_ceil(32)).map(|_| Warp::default()).collect(),
             warpgroups: (0..warpgroups).map(|_| Warpgroup::new()).collect(),
+            tensor: Tensor::new(threads, (threads + threads.div_ceil(32)) as u16),
             registers: vec![registers; warpgroups],
             free_registers: share - registers * threads,
             reallocations: vec![Reallocation::default(); warpgroups],
@@ -168,7 +171,7 @@ impl<'a> Block<'a> {
     pub(super) fn barrier_init(&mut self, thread: u32, address: u32, arrivals: u32) -> Result<(), Violation> {
         let now = self.now(thread);
         self.shared.make_barrier(now, &self.causality[thread as usize], address)?;
-        let actor = self.threads + self.threads.div_ceil(32) + self.mbarriers.len() as u32;
+        let actor = self.threads + 2 * self.threads.div_ceil(32) + self.mbarriers.len() as u32;
         self.mbarriers.insert(address, MBarrier::new(address, actor as u16, arrivals, now)?);
         Ok(())
     }
@@ -230,22 +233,73 @@ impl<'a> Block<'a> {
         Ok(())
     }
 
-    /// Completes one copy that a thread waits for; called when no thread can run, which is as late as it gets.
-    pub(super) fn complete_copy(&mut self) -> Result<bool, Violation> {
-        let wanted: Vec<usize> = (0..self.copies.len())
-            .filter(|i| !self.mbarriers[&self.copies[*i].barrier].waiters.is_empty())
-            .collect();
+    /// Completes one copy or commit that a thread waits for; called when no thread can run, which is as late as it gets.
+    pub(super) fn complete_one(&mut self) -> Result<bool, Violation> {
+        let copies = self.copies.len();
+        let barriers = self.copies.iter().map(|c| c.barrier).chain(self.tensor.commits());
+        let wanted = barriers.enumerate().filter(|(_, b)| !self.mbarriers[b].waiters.is_empty());
+        let wanted: Vec<usize> = wanted.map(|(i, _)| i).collect();
         if wanted.is_empty() {
             return Ok(false);
         }
-        let copy = self.copies.remove(wanted[self.queue.pick(wanted.len())]);
+        match wanted[self.queue.pick(wanted.len())] {
+            copy if copy < copies => self.complete_copy(copy)?,
+            commit => self.complete_commit(commit - copies)?,
+        }
+        Ok(true)
+    }
+
+    fn complete_copy(&mut self, i: usize) -> Result<(), Violation> {
+        let copy = self.copies.remove(i);
         let barrier = self.mbarriers.get_mut(&copy.barrier).expect("a copy names an initialized barrier");
         // SAFETY: the range was checked against the buffers when the copy was issued, and they outlive the launch.
         let from = unsafe { core::slice::from_raw_parts(copy.from, copy.bytes as usize) };
         self.shared.copy_completed(barrier.copy_epoch(), copy.to, from);
         let woken = barrier.copied(copy.bytes)?;
         self.queue.wake(&woken);
-        Ok(true)
+        Ok(())
+    }
+
+    // Tensor Memory and its products.
+
+    /// The Tensor Memory, what a thread knows, and its present moment.
+    pub(super) fn tensor(&mut self, thread: u32) -> (&mut Tensor, &mut Causality, Epoch) {
+        let now = self.now(thread);
+        (&mut self.tensor, &mut self.causality[thread as usize], now)
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the operands of the instruction")]
+    pub(super) fn tensor_product(
+        &mut self,
+        thread: u32,
+        kind: TensorKind,
+        d: u32,
+        a: TensorOperand,
+        b: u64,
+        shape: u32,
+        accumulate: bool,
+    ) -> Result<(), Violation> {
+        let known = &self.causality[thread as usize];
+        self.tensor.product(thread, known, &mut self.shared, kind, d, a, b, shape, accumulate)
+    }
+
+    pub(super) fn tensor_commit(&mut self, thread: u32, barrier: u32) -> Result<(), Violation> {
+        let known = &self.causality[thread as usize];
+        let b = self.mbarriers.get(&barrier).filter(|b| known.seen.knows(b.init));
+        let b = b.ok_or(Violation::NoBarrier(barrier))?;
+        if !b.published && !known.fenced.knows(b.init) {
+            return Err(Violation::BarrierFence(barrier));
+        }
+        self.tensor.commit(thread, barrier);
+        Ok(())
+    }
+
+    fn complete_commit(&mut self, i: usize) -> Result<(), Violation> {
+        let (barrier, known) = self.tensor.arrive(i, &mut self.shared);
+        let barrier = self.mbarriers.get_mut(&barrier).expect("a commit names an initialized barrier");
+        let woken = barrier.arrive(&known, 0)?;
+        self.queue.wake(&woken);
+        Ok(())
     }
 
     // cp.async
@@ -438,6 +492,7 @@ impl<'a> Block<'a> {
             let text = std::format!("a cp.async to {to:#x} in flight, which its thread did not wait for");
             return Err(Violation::LeftInFlight(text));
         }
-        self.warpgroups.iter().find_map(Warpgroup::left).map_or(Ok(()), |l| Err(Violation::LeftInFlight(l)))
+        let left = self.warpgroups.iter().find_map(Warpgroup::left).or_else(|| self.tensor.left());
+        left.map_or(Ok(()), |l| Err(Violation::LeftInFlight(l)))
     }
 }

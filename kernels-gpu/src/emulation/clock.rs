@@ -1,7 +1,7 @@
 //! Happens-before: who has seen which write, kept with vector clocks.
 //!
-//! An *actor* is a thread, the reads that a warp's products do on its behalf, or the writes of the bulk copies of
-//! one mbarrier. Every access is an [`Epoch`] of its actor; barriers carry what their arrivals had seen to those
+//! An *actor* is a thread, the reads that a warp's products do on its behalf, what the tcgen05 products of a warp do, or
+//! the writes of the bulk copies of one mbarrier. Every access is an [`Epoch`] of its actor; barriers carry what their arrivals had seen to those
 //! that wait.
 
 use std::vec::Vec;
@@ -50,17 +50,20 @@ pub(super) struct Causality {
     /// With a `fence.proxy.async` on the way: what the asynchronous proxy may rely on. The PTX memory model asks
     /// for the fence anywhere along the path that orders the two accesses ("proxy-preserved base causality").
     pub(super) fenced: Clock,
+    /// Operations of tcgen05 that are complete and fenced: what `tcgen05.fence::after_thread_sync` may rely on.
+    pub(super) tensor: Clock,
 }
 
 impl Causality {
     pub(super) fn join(&mut self, other: &Self) {
         self.seen.join(&other.seen);
         self.fenced.join(&other.fenced);
+        self.tensor.join(&other.tensor);
     }
 
     /// `fence.proxy.async`.
     pub(super) fn fence(&mut self) {
-        let Self { seen, fenced } = self;
+        let Self { seen, fenced, .. } = self;
         fenced.join(seen);
     }
 }

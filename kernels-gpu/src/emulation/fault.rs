@@ -142,7 +142,7 @@ pub enum Violation {
         writer: String,
     },
     /// A write into an operand of a product that is not waited for.
-    #[error("shared memory {0:#x} is written while a wgmma that reads it is in flight")]
+    #[error("shared memory {0:#x} is written while a wgmma or tcgen05.mma that reads it is in flight")]
     OperandInFlight(u32),
     /// Ordinary access to the bytes of an mbarrier.
     #[error("shared memory {0:#x} holds an mbarrier")]
@@ -232,6 +232,66 @@ pub enum Violation {
     /// Registers of a product that were written or pinned before its wait.
     #[error("registers of a wgmma were touched while it was in flight")]
     RegistersInFlight,
+    /// An instruction descriptor of tcgen05 that the hardware would not take, or that is not emulated.
+    #[error("instruction descriptor {bits:#010x}: {rule}")]
+    InstructionDescriptor {
+        /// The 32 bits.
+        bits: u32,
+        /// What is wrong.
+        rule: &'static str,
+    },
+    /// Allocating or freeing columns of Tensor Memory against its rules.
+    #[error("Tensor Memory: {0}")]
+    TensorAllocation(&'static str),
+    /// A cell of Tensor Memory that is not allocated.
+    #[error("Tensor Memory: lane {lane}, column {column} is not allocated")]
+    TensorBounds {
+        /// The lane.
+        lane: u32,
+        /// The column.
+        column: u32,
+    },
+    /// An address in lanes that the warp does not reach, or that a product cannot start at.
+    #[error(
+        "Tensor Memory: lane {lane} in an address of warp {warp} of a warpgroup, or of a product of 128 lanes"
+    )]
+    TensorLanes {
+        /// Number of the warp in its warpgroup.
+        warp: u32,
+        /// The lane of the address.
+        lane: u32,
+    },
+    /// A cell of Tensor Memory that nobody has written.
+    #[error("Tensor Memory: lane {lane}, column {column} is read before anybody wrote it")]
+    TensorEmpty {
+        /// The lane.
+        lane: u32,
+        /// The column.
+        column: u32,
+    },
+    /// A cell that a product reads or writes, and no wait for a commit behind it says that it is complete.
+    #[error(
+        "Tensor Memory: lane {lane}, column {column} is touched before a commit of its tcgen05.mma was seen"
+    )]
+    TensorInFlight {
+        /// The lane.
+        lane: u32,
+        /// The column.
+        column: u32,
+    },
+    /// Two accesses to a cell, one of them a write, between which something is missing.
+    #[error("Tensor Memory: lane {lane}, column {column} is touched without {missing}")]
+    TensorOrder {
+        /// The lane.
+        lane: u32,
+        /// The column.
+        column: u32,
+        /// What would order them.
+        missing: &'static str,
+    },
+    /// Registers of a `tcgen05.ld` that were not what it left, or that no load went into.
+    #[error("registers of a tcgen05.wait::ld: {0}")]
+    TensorRegisters(&'static str),
     /// A thread returned, or the block ended, with work in flight.
     #[error("the block ends with {0}")]
     LeftInFlight(String),

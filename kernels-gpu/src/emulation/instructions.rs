@@ -5,6 +5,7 @@ use std::format;
 
 use super::product::Kind;
 use super::shared::BASE;
+use super::tensor::{TensorKind, TensorOperand};
 use super::threads::{current, execute, wait};
 use super::warpgroup::OperandA;
 
@@ -241,4 +242,115 @@ pub(crate) fn wgmma_wait(pending: u32) {
             Ok(group.wait(me, pending, warp, known, shared).then_some(()))
         },
     );
+}
+
+/// `tcgen05.alloc`, which the warp executes together; lane 0 writes the address.
+#[track_caller]
+pub(crate) fn tensor_allocate(to: u32, columns: u32) {
+    warp("tcgen05.alloc", columns, u64::from(to), false);
+    if thread_index().is_multiple_of(32) {
+        execute(|block, thread| {
+            let at = block.tensor(thread).0.allocate(columns)?;
+            block.store(thread, to, 4, &at.to_le_bytes())
+        });
+    }
+    warp("tcgen05.alloc", columns, 0, false);
+}
+
+/// `tcgen05.relinquish_alloc_permit`.
+#[track_caller]
+pub(crate) fn tensor_relinquish() {
+    warp("tcgen05.relinquish_alloc_permit", 0, 0, false);
+    execute(|block, thread| {
+        block.tensor(thread).0.relinquish();
+        Ok(())
+    });
+}
+
+/// `tcgen05.dealloc`.
+#[track_caller]
+pub(crate) fn tensor_deallocate(at: u32, columns: u32) {
+    warp("tcgen05.dealloc", columns, u64::from(at), false);
+    if thread_index().is_multiple_of(32) {
+        execute(|block, thread| {
+            let (tensor, known, _) = block.tensor(thread);
+            tensor.deallocate(known, at, columns)
+        });
+    }
+}
+
+/// `tcgen05.fence::before_thread_sync`.
+#[track_caller]
+pub(crate) fn tensor_fence_before() {
+    execute(|block, thread| {
+        let (tensor, known, _) = block.tensor(thread);
+        tensor.fence_before(thread, known);
+        Ok(())
+    });
+}
+
+/// `tcgen05.fence::after_thread_sync`.
+#[track_caller]
+pub(crate) fn tensor_fence_after() {
+    execute(|block, thread| {
+        let (tensor, known, _) = block.tensor(thread);
+        tensor.fence_after(thread, known);
+        Ok(())
+    });
+}
+
+/// `tcgen05.mma`.
+#[track_caller]
+pub(crate) fn tensor_product(
+    kind: TensorKind,
+    d: u32,
+    a: TensorOperand,
+    b: u64,
+    shape: u32,
+    accumulate: bool,
+) {
+    execute(|block, thread| block.tensor_product(thread, kind, d, a, b, shape, accumulate));
+}
+
+/// `tcgen05.commit`.
+#[track_caller]
+pub(crate) fn tensor_commit(barrier: u32) {
+    execute(|block, thread| block.tensor_commit(thread, barrier));
+}
+
+/// `tcgen05.ld.32x32b`; `packed` is `.pack::16b`.
+#[track_caller]
+pub(crate) fn tensor_load(registers: &mut [u32], from: u32, packed: bool) {
+    warp("tcgen05.ld", from, 0, false);
+    execute(|block, thread| {
+        let (tensor, known, now) = block.tensor(thread);
+        tensor.load(now, known, registers, from, packed)
+    });
+}
+
+/// `tcgen05.wait::ld`, which hands over the registers of a load.
+#[track_caller]
+pub(crate) fn tensor_wait_load(registers: &mut [u32]) {
+    warp("tcgen05.wait::ld", 0, 0, false);
+    execute(|block, thread| block.tensor(thread).0.wait_load(thread, registers));
+}
+
+/// `tcgen05.st.32x32b`.
+#[track_caller]
+pub(crate) fn tensor_store(to: u32, registers: &[u32]) {
+    warp("tcgen05.st", to, 0, false);
+    execute(|block, thread| {
+        let (tensor, known, now) = block.tensor(thread);
+        tensor.store(now, known, to, registers)
+    });
+}
+
+/// `tcgen05.wait::st`.
+#[track_caller]
+pub(crate) fn tensor_wait_store() {
+    warp("tcgen05.wait::st", 0, 0, false);
+    execute(|block, thread| {
+        block.tensor(thread).0.wait_store(thread);
+        Ok(())
+    });
 }

@@ -35,6 +35,7 @@ pub(crate) mod instructions;
 mod product;
 mod schedule;
 mod shared;
+mod tensor;
 mod threads;
 mod warp;
 mod warpgroup;
@@ -43,6 +44,7 @@ pub use fault::{Fault, Violation, Waiting};
 pub use global::Memory;
 pub(crate) use product::{Accumulator, Element, Kind};
 pub use schedule::Schedule;
+pub(crate) use tensor::{TensorKind, TensorOperand};
 pub(crate) use warpgroup::OperandA;
 
 use crate::kernels::Entry;

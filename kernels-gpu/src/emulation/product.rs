@@ -1,4 +1,4 @@
-//! The arithmetic of a warpgroup product, 64 x N x 32 bytes.
+//! The arithmetic of asynchronous products: of a warpgroup's, 64 x N x 32 bytes, and the parts that tcgen05 shares.
 
 use half::f16 as Half;
 use std::vec;
@@ -86,35 +86,47 @@ fn each_register(kind: Kind, mut f: impl FnMut(usize, usize, usize)) {
     }
 }
 
-/// D = A B (+ D). `a` is [`ROWS`] rows and `b` N rows of elements along K, `d` the registers of 128 threads.
-///
-/// A step's products are summed in f32 and added to D, which is rounded where it is f16. The hardware keeps some
-/// more or fewer bits on the way (of FP8 about 14 survive each addition).
-pub(super) fn multiply(kind: Kind, a: &[f32], b: &[f32], d: &mut [Vec<u32>], accumulate: bool) {
-    let (n, k) = (kind.columns, a.len() / ROWS);
+/// The sums of a k step in f32: `a` and `b` are rows of `k` elements, the result is [rows of a, rows of b].
+pub(super) fn step(k: usize, a: &[f32], b: &[f32]) -> Vec<f32> {
+    let n = b.len() / k;
     let mut columns = vec![0.0f32; k * n];
     for (j, row) in b.chunks_exact(k).enumerate() {
         row.iter().enumerate().for_each(|(i, x)| columns[i * n + j] = *x);
     }
-    let mut step = vec![0.0f32; ROWS * n];
+    let mut step = vec![0.0f32; a.len() / k * n];
     for (row, out) in a.chunks_exact(k).zip(step.chunks_exact_mut(n)) {
         for (x, b) in row.iter().zip(columns.chunks_exact(n)) {
             out.iter_mut().zip(b).for_each(|(o, b)| *o += x * b);
         }
     }
+    step
+}
+
+/// An element of D after the sum of a k step was added; an f16 is in the lower half.
+pub(super) fn add(accumulator: Accumulator, old: u32, step: f32) -> u32 {
+    match accumulator {
+        Accumulator::F16 => {
+            let sum = f16::round(Half::from_bits(old as u16).to_f32() + step);
+            u32::from(Half::from_f32(sum).to_bits())
+        }
+        Accumulator::F32 => (f32::from_bits(old) + step).to_bits(),
+        // 32 products of two bytes are exact in f32.
+        Accumulator::S32 => (old as i32).wrapping_add(step as i32) as u32,
+    }
+}
+
+/// D = A B (+ D). `a` is [`ROWS`] rows and `b` N rows of elements along K, `d` the registers of 128 threads.
+///
+/// A step's products are summed in f32 and added to D, which is rounded where it is f16. The hardware keeps some
+/// more or fewer bits on the way (of FP8 about 14 survive each addition).
+pub(super) fn multiply(kind: Kind, a: &[f32], b: &[f32], d: &mut [Vec<u32>], accumulate: bool) {
+    let step = step(a.len() / ROWS, a, b);
     each_register(kind, |thread, register, at| {
         let old = if accumulate { d[thread][register] } else { 0 };
+        let low = add(kind.accumulator, old, step[at]);
         d[thread][register] = match kind.accumulator {
-            Accumulator::F16 => {
-                let add = |old: u32, step: f32| {
-                    let sum = f16::round(Half::from_bits(old as u16).to_f32() + step);
-                    u32::from(Half::from_f32(sum).to_bits())
-                };
-                add(old, step[at]) | add(old >> 16, step[at + 1]) << 16
-            }
-            Accumulator::F32 => (f32::from_bits(old) + step[at]).to_bits(),
-            // 32 products of two bytes are exact in f32.
-            Accumulator::S32 => (old as i32).wrapping_add(step[at] as i32) as u32,
+            Accumulator::F16 => low | add(kind.accumulator, old >> 16, step[at + 1]) << 16,
+            Accumulator::F32 | Accumulator::S32 => low,
         };
     });
 }

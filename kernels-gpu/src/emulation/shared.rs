@@ -53,6 +53,13 @@ pub(super) struct Source {
     written: Epoch,
 }
 
+impl Source {
+    /// When it wrote.
+    pub(super) fn written(self) -> Epoch {
+        self.written
+    }
+}
+
 /// The memory and its history.
 pub(super) struct Shared {
     data: Vec<u8>,
@@ -65,7 +72,7 @@ pub(super) struct Shared {
     in_flight: Vec<u16>,
     /// Reads of products that were waited for.
     product_reads: Vec<Vec<Epoch>>,
-    /// Threads of the block: actors below are threads, the next are warps.
+    /// Threads of the block: actors below are threads, the next are the products of warps, by wgmma and by tcgen05.
     threads: u16,
 }
 
@@ -121,6 +128,9 @@ impl Shared {
         match actor {
             a if a < self.threads => format!("the {did} by thread {a}"),
             a if a < self.threads + warps => format!("the {did} by a wgmma of warp {}", a - self.threads),
+            a if a < self.threads + 2 * warps => {
+                format!("the {did} by a tcgen05.mma of warp {}", a - self.threads - warps)
+            }
             _ => format!("the {did} by a bulk copy"),
         }
     }
@@ -338,10 +348,9 @@ impl Shared {
         self.data[range].copy_from_slice(from);
     }
 
-    /// A product that reads these chunks was issued. Returns the writers that every thread of its warpgroup has
-    /// to be ordered after.
-    pub(super) fn product_issued(&mut self, chunks: &[u32]) -> Result<Vec<Source>, Violation> {
-        const WARPS: u16 = 4;
+    /// A product that reads these chunks was issued, and `waits` waits will end it. Returns the writers that every
+    /// thread that issues it has to be ordered after.
+    pub(super) fn product_issued(&mut self, chunks: &[u32], waits: u16) -> Result<Vec<Source>, Violation> {
         let mut sources: Vec<Source> = Vec::new();
         for &address in chunks {
             for i in self.range(address, CHUNK, CHUNK)? {
@@ -364,7 +373,7 @@ impl Shared {
             }
         }
         for &address in chunks {
-            self.in_flight[((address - BASE) / CHUNK) as usize] += WARPS;
+            self.in_flight[((address - BASE) / CHUNK) as usize] += waits;
         }
         Ok(sources)
     }
@@ -381,7 +390,7 @@ impl Shared {
         Ok(())
     }
 
-    /// One warp has waited for a product.
+    /// One of the waits for a product.
     pub(super) fn product_waited(&mut self, warp: Epoch, chunks: &[u32]) {
         for &address in chunks {
             let chunk = ((address - BASE) / CHUNK) as usize;

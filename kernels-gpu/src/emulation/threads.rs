@@ -72,7 +72,7 @@ fn drive(
             if left == 0 {
                 return block.borrow().check_end().map_err(whole);
             }
-            if !block.borrow_mut().complete_copy().map_err(whole)? {
+            if !block.borrow_mut().complete_one().map_err(whole)? {
                 return Err(whole(block.borrow().deadlock()));
             }
             continue;

@@ -23,6 +23,9 @@ pub(crate) const POISON: u32 = 0x7fa5_7fa5;
 /// Threads of a warpgroup.
 pub(super) const THREADS: usize = 128;
 
+/// Warps of a warpgroup, each of which waits for its products.
+const WARPS: u16 = 4;
+
 /// Where operand A of a product comes from.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum OperandA {
@@ -221,7 +224,7 @@ impl Warpgroup {
                 accumulate,
                 a,
                 b,
-                sources: shared.product_issued(&all)?,
+                sources: shared.product_issued(&all, WARPS)?,
                 fragments: vec![[0; 4]; THREADS],
                 places: vec![Vec::new(); THREADS],
                 issued: 0,

@@ -34,6 +34,11 @@ macro_rules! kernel {
 
 #[cfg(any(all(target_arch = "nvptx64", attention = "mma"), feature = "emulation"))]
 pub mod attention_mma;
+#[cfg(any(
+    all(target_arch = "nvptx64", any(attention = "sm100", attention = "sm103")),
+    feature = "emulation"
+))]
+pub mod attention_sm100;
 #[cfg(any(all(target_arch = "nvptx64", attention = "sm90"), feature = "emulation"))]
 pub mod attention_sm90;
 #[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
@@ -137,6 +142,48 @@ const fn warp_level(name: &'static str, k: usize, stages: usize) -> Entry {
 pub(crate) const MMA_STAGES_F16: usize = 2;
 /// K and V tiles in flight with keys of 8 bits in [`attention_mma`].
 pub(crate) const MMA_STAGES_8_BIT: usize = 3;
+
+/// Entries of the module for B200 (`vc_attention.sm_100a.ptx`): those of [`SM103`] and INT8.
+pub const SM100: &[Entry] = &[
+    attention_sm100("attention_sm100_f16_expcast_smooth", SM100_SHARED_F16),
+    attention_sm100("attention_sm100_f16_expcast_plain", SM100_SHARED_F16),
+    attention_sm100("attention_sm100_f16_exp2_smooth", SM100_SHARED_F16),
+    attention_sm100("attention_sm100_f16_exp2_plain", SM100_SHARED_F16),
+    attention_sm100("attention_sm100_e4m3_expcast_smooth", SM100_SHARED_8_BIT),
+    attention_sm100("attention_sm100_e4m3_expcast_plain", SM100_SHARED_8_BIT),
+    attention_sm100("attention_sm100_e4m3_exp2_smooth", SM100_SHARED_8_BIT),
+    attention_sm100("attention_sm100_e4m3_exp2_plain", SM100_SHARED_8_BIT),
+    attention_sm100("attention_sm100_i8_expcast_smooth", SM100_SHARED_8_BIT),
+    attention_sm100("attention_sm100_i8_expcast_plain", SM100_SHARED_8_BIT),
+    attention_sm100("attention_sm100_i8_exp2_smooth", SM100_SHARED_8_BIT),
+    attention_sm100("attention_sm100_i8_exp2_plain", SM100_SHARED_8_BIT),
+];
+
+/// Entries of the module for B300 (`vc_attention.sm_103a.ptx`).
+pub const SM103: &[Entry] = SM100.split_at(8).0;
+
+/// Two softmax warpgroups of 128 query rows each, one that corrects, and the warps that issue and load; one block a
+/// multiprocessor.
+const fn attention_sm100(name: &'static str, dynamic_shared: u32) -> Entry {
+    Entry { name, threads: 512, min_ctas_per_sm: 1, dynamic_shared }
+}
+
+/// Shared memory of [`attention_sm100`]: 256 rows of Q, `stages` of K and V, 2 tiles of means, ones, two words a row, barriers.
+const fn sm100_shared(q: usize, k: usize, stages: usize) -> u32 {
+    let tiles = 4 * q + stages * (k + tiles::V_BYTES) + 2 * tiles::MEAN_BYTES;
+    (tiles + SM100_ONES_BYTES + 2 * 256 * 4 + SM100_BARRIER_BYTES) as u32
+}
+
+/// 16 rows of 32 ones: the operand whose products are row sums.
+pub(crate) const SM100_ONES_BYTES: usize = 16 * 32;
+/// Room for the barriers of [`attention_sm100`] and the address of its Tensor Memory.
+const SM100_BARRIER_BYTES: usize = 512;
+/// K and V tiles in flight with FP16 keys.
+pub(crate) const SM100_STAGES_F16: usize = 3;
+/// K and V tiles in flight with keys of 8 bits.
+pub(crate) const SM100_STAGES_8_BIT: usize = 4;
+const SM100_SHARED_F16: u32 = sm100_shared(tiles::Q_F16_BYTES, tiles::K_F16_BYTES, SM100_STAGES_F16);
+const SM100_SHARED_8_BIT: u32 = sm100_shared(tiles::Q_E4M3_BYTES, tiles::K_E4M3_BYTES, SM100_STAGES_8_BIT);
 
 /// Entries that prepare operands: the same source for every architecture from sm_89 (E4M3 conversions).
 pub const PREPARE: &[Entry] = &[

@@ -107,6 +107,17 @@ mod device {
         d
     }
 
+    /// `max.NaN.f32`: a NaN on either side stays.
+    #[inline(always)]
+    pub fn max_nan(a: f32, b: f32) -> f32 {
+        let d: f32;
+        // SAFETY: registers in, register out.
+        unsafe {
+            asm!("max.NaN.f32 {}, {}, {};", out(reg32) d, in(reg32) a, in(reg32) b, options(pure, nomem, nostack))
+        }
+        d
+    }
+
     /// `ex2.approx.ftz.f32`: 2 to the power of `x`, maximum relative error 2^-22.
     #[inline(always)]
     pub fn exp2(x: f32) -> f32 {
@@ -173,6 +184,11 @@ mod host {
     /// `fma.rn.f32`: `a * b + c`, rounded once.
     pub fn fma(a: f32, b: f32, c: f32) -> f32 {
         a.mul_add(b, c)
+    }
+
+    /// `max.NaN.f32`: a NaN on either side stays.
+    pub fn max_nan(a: f32, b: f32) -> f32 {
+        if a.is_nan() || b.is_nan() { f32::NAN } else { a.max(b) }
     }
 
     /// `ex2.approx.ftz.f32`, rounded correctly but for double rounding; the hardware is within 2^-22 of it.

@@ -24,6 +24,8 @@ pub mod quotient;
 pub mod shared;
 pub mod stream;
 
+pub mod tcgen05;
+
 /// Declares a `.shared` symbol of a kernel, and the function that gives its address.
 ///
 /// `fn name, "symbol", ALIGNMENT, BYTES`: literals, since they become PTX text. Without `BYTES` it is the dynamic shared
