@@ -1,7 +1,6 @@
-//! Embeds the committed PTX of every architecture (`kernels-gpu/ptx/*.ptx` and `*.ptx.zst`, made by `cargo xtask kernels`)
-//! and the facts about the build that `vca doctor` shows. Needs neither a GPU nor a CUDA toolkit.
+//! Embeds the committed PTX of every architecture (`kernels-gpu/ptx/*.ptx.zst`, made by `cargo xtask kernels`) as it lies
+//! there, and the facts about the build that `vca doctor` shows. Needs neither a GPU nor a CUDA toolkit.
 
-use std::io::Read;
 use std::{env, fs, path::Path, process::Command};
 
 fn main() {
@@ -13,26 +12,16 @@ fn main() {
         .into_iter()
         .flatten()
         .filter_map(|entry| Some(entry.ok()?.path()))
-        .filter(|path| {
-            path.to_string_lossy().ends_with(".ptx") || path.to_string_lossy().ends_with(".ptx.zst")
-        })
+        .filter(|path| path.to_string_lossy().ends_with(".ptx.zst"))
         .collect();
     files.sort();
     let out = env::var("OUT_DIR").expect("set by cargo");
     for path in files {
         println!("cargo::rerun-if-changed={}", path.display());
-        // NAME.sm_90a.ptx or NAME.sm_89.ptx.zst
+        // NAME.sm_90a.ptx.zst
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let arch = name.split('.').nth(1).unwrap_or_default();
-        let text = match name.strip_suffix(".zst") {
-            Some(name) => {
-                let to = Path::new(&out).join(name);
-                fs::write(&to, decompressed(&path)).expect("OUT_DIR is writable");
-                to
-            }
-            None => path.clone(),
-        };
-        table += &format!("    ({arch:?}, include_str!({:?})),\n", text.display().to_string());
+        table += &format!("    ({arch:?}, include_bytes!({:?})),\n", path.display().to_string());
     }
     table += "]\n";
     fs::write(Path::new(&out).join("embedded_ptx.rs"), table).expect("OUT_DIR is writable");
@@ -42,15 +31,4 @@ fn main() {
     let version = version.map(|o| String::from_utf8_lossy(&o.stdout).trim().to_owned()).unwrap_or_default();
     println!("cargo::rustc-env=VCA_RUSTC={version}");
     println!("cargo::rustc-env=VCA_TARGET={}", env::var("TARGET").expect("set by cargo"));
-}
-
-/// The bytes behind a zstd file.
-fn decompressed(path: &Path) -> Vec<u8> {
-    let file = fs::File::open(path).unwrap_or_else(|e| panic!("cannot read {}: {e}", path.display()));
-    let mut text = Vec::new();
-    ruzstd::decoding::StreamingDecoder::new(file)
-        .map_err(|e| e.to_string())
-        .and_then(|mut decoder| decoder.read_to_end(&mut text).map_err(|e| e.to_string()))
-        .unwrap_or_else(|e| panic!("{} is no zstd file: {e}", path.display()));
-    text
 }

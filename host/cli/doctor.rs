@@ -173,11 +173,10 @@ fn cuda(missing: &mut Vec<String>) -> (Cuda, Option<String>) {
         driver: driver(),
         embedded: images
             .iter()
-            .map(|image| Embedded {
-                arch: image.arch,
-                kernels: image.ptx.matches(".visible .entry ").count(),
-                min_cuda: image.min_cuda,
-                min_driver: image.min_driver,
+            .map(|image| {
+                let (min_cuda, min_driver) = image.needs();
+                let kernels = image.ptx().matches(".visible .entry ").count();
+                Embedded { arch: image.arch, kernels, min_cuda, min_driver }
             })
             .collect(),
         dispatch: cuda::TABLE.iter().map(row).collect(),

@@ -2,6 +2,7 @@
 
 use std::ffi::{CString, c_void};
 use std::fs;
+use std::io::Read;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
@@ -11,7 +12,8 @@ use cudarc::driver::sys::{self, CUfunction_attribute_enum as Attribute, CUjit_op
 use cudarc::driver::{CudaContext, CudaStream, result};
 use kernels_gpu::kernels::{Entry, SM90};
 
-const PTX: &str = include_str!("../../kernels-gpu/ptx/vc_attention.sm_90a.ptx");
+/// The Hopper module as it is committed.
+const PTX: &[u8] = include_bytes!("../../kernels-gpu/ptx/vc_attention.sm_90a.ptx.zst");
 
 /// An opened GPU with the kernels loaded.
 pub struct Gpu {
@@ -63,7 +65,9 @@ impl Gpu {
             texts.push((name, text));
         }
         if texts.is_empty() {
-            texts.push((String::new(), PTX.into()));
+            let mut text = String::new();
+            ruzstd::decoding::StreamingDecoder::new(PTX)?.read_to_string(&mut text)?;
+            texts.push((String::new(), text));
         }
         let mut modules = Vec::new();
         for (name, text) in texts {

@@ -20,9 +20,6 @@ struct Module {
     family: &'static str,
     /// Target features beyond those of the architecture: the PTX version where the kernels need a later one.
     features: Option<&'static str>,
-    /// Whether it is committed compressed: the text of a module is about 3 MB. That of Hopper is what ran on an H200, and
-    /// stays as it was.
-    compressed: bool,
     /// Its entries.
     tables: &'static [&'static [Entry]],
     /// Entries by the beginning of their names that must fit fewer times on a multiprocessor than their table says: ptxas
@@ -44,28 +41,13 @@ impl Module {
 
 /// Every architecture that PTX is committed for.
 const ARCHITECTURES: &[Module] = &[
-    Module {
-        arch: "sm_90a",
-        family: "sm90",
-        features: None,
-        compressed: false,
-        tables: &[SM90, PREPARE],
-        fewer: &[],
-    },
+    Module { arch: "sm_90a", family: "sm90", features: None, tables: &[SM90, PREPARE], fewer: &[] },
     // PTX 8.7 has FP8 products with f16 accumulators.
-    Module {
-        arch: "sm_89",
-        family: "mma",
-        features: Some("+ptx87"),
-        compressed: true,
-        tables: &[MMA, PREPARE],
-        fewer: &[],
-    },
+    Module { arch: "sm_89", family: "mma", features: Some("+ptx87"), tables: &[MMA, PREPARE], fewer: &[] },
     Module {
         arch: "sm_120a",
         family: "mma",
         features: Some("+ptx87"),
-        compressed: true,
         tables: &[MMA, PREPARE],
         fewer: &[("quantize_q", 3), ("quantize_k_f16", 3), ("quantize_k_e4m3", 3), ("quantize_k_i8", 1)],
     },
@@ -73,7 +55,6 @@ const ARCHITECTURES: &[Module] = &[
         arch: "sm_100a",
         family: "sm100",
         features: None,
-        compressed: true,
         tables: &[SM100, PREPARE],
         fewer: SM100_FEWER,
     },
@@ -81,7 +62,6 @@ const ARCHITECTURES: &[Module] = &[
         arch: "sm_103a",
         family: "sm103",
         features: None,
-        compressed: true,
         tables: &[SM103, PREPARE],
         fewer: SM100_FEWER,
     },
@@ -112,12 +92,12 @@ pub fn run(check: bool, only: Option<&str>) -> Result<()> {
         fs::write(&fresh, &text)?;
         let usage = ptxas::assemble(&assembler, &fresh, arch)?;
         budget.kernels.insert(arch.to_string(), costs(entries, &usage)?);
-        let path = committed.join(if module.compressed { format!("{name}.zst") } else { name.clone() });
+        let path = committed.join(format!("{name}.zst"));
         if check {
             compare(&path, &text, &toolchain.version)?;
         } else {
             fs::create_dir_all(&committed)?;
-            fs::write(&path, if module.compressed { compressed(&text) } else { text.clone().into_bytes() })?;
+            fs::write(&path, compressed(&text))?;
         }
         println!("{name}: {} entries, {} KiB, gates passed", entries.len(), text.len() / 1024);
     }
@@ -143,9 +123,6 @@ fn compressed(text: &str) -> Vec<u8> {
 
 /// The text of a committed module.
 fn read(path: &Path) -> Result<String> {
-    if path.extension().is_none_or(|e| e != "zst") {
-        return Ok(fs::read_to_string(path)?);
-    }
     let mut text = String::new();
     ruzstd::decoding::StreamingDecoder::new(fs::File::open(path)?)?.read_to_string(&mut text)?;
     Ok(text)

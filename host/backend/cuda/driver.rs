@@ -153,7 +153,7 @@ impl Device {
             .result()
             .map_err(driver_call("reading the driver's version"))?;
         let kernels = choose(&name, capability).map_err(|reason| Error::Device { reason })?;
-        let image = images().into_iter().find(|image| image.arch == kernels.arch);
+        let image = images().iter().find(|image| image.arch == kernels.arch);
         let image = image.ok_or_else(|| Error::Device {
             reason: format!(
                 "this binary holds no kernels for {}: build it with kernels-gpu/ptx there",
@@ -161,7 +161,7 @@ impl Device {
             ),
         })?;
         let start = Instant::now();
-        let module = load(&image, driver)?;
+        let module = load(image, driver)?;
         let load_time = start.elapsed();
         let entries = kernels.family.entries().iter().chain(PREPARE);
         let functions = entries.map(|&entry| function(module, entry)).collect::<Result<_>>()?;
@@ -251,7 +251,7 @@ impl Drop for Device {
 
 /// Loads PTX; the driver assembles it.
 fn load(image: &Image, driver: i32) -> Result<sys::CUmodule> {
-    let text = CString::new(image.ptx)
+    let text = CString::new(image.ptx())
         .map_err(|_| Error::Device { reason: "the embedded PTX holds a zero byte".into() })?;
     let mut log = vec![0u8; 8192];
     let mut options = [JitOption::CU_JIT_ERROR_LOG_BUFFER, JitOption::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
@@ -270,11 +270,12 @@ fn load(image: &Image, driver: i32) -> Result<sys::CUmodule> {
     let Err(e) = status.result() else { return Ok(module) };
     let version = format!("{}.{}", driver / 1000, driver % 1000 / 10);
     if e.0 == sys::CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION {
+        let (cuda, oldest) = image.needs();
         return Err(Error::Device {
             reason: format!(
-                "the driver (CUDA {version}) is too old for the kernels for {}: they need CUDA {} or newer, that is \
-                 driver {}",
-                image.arch, image.min_cuda, image.min_driver
+                "the driver (CUDA {version}) is too old for the kernels for {}: they need CUDA {cuda} or newer, that is \
+                 driver {oldest}",
+                image.arch
             ),
         });
     }

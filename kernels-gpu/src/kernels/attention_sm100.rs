@@ -1150,7 +1150,7 @@ macro_rules! entry {
         #[doc = concat!("[`attention`] with [`", stringify!($scores), "`] scores and [`", stringify!($weights), "`] probabilities.")]
         ///
         /// # Safety
-        /// Parameters as the module says, launched with the bounds of its [`Entry`](super::Entry).
+        /// Parameters as the module says, launched with the bounds of its [`Entry`](crate::kernels::Entry).
         pub unsafe fn $name(
             q: *const u8,
             k: *const u8,

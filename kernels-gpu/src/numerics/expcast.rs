@@ -148,10 +148,10 @@ fn pinned_rounded(s: f32, m: f32, beta: f32) -> u32 {
 const SUBNORMAL: f32 = 1.0 / 16_777_216.0;
 
 /// A code unit in the quadratic encoder, the binary16 value nearest to `2^-14.5`: its square times 32 is 0.9998
-/// of [`SUBNORMAL`], so that a square in these units adds up with whole codes.
+/// of `2^-24`, so that a square in these units adds up with whole codes.
 pub const QUADRATIC_UNIT: f32 = 724.0 * SUBNORMAL;
 
-/// Eight of these are an octave, as a multiple of [`SUBNORMAL`]; and its reciprocal in binary16.
+/// Eight of these are an octave, as a multiple of `2^-24`; and its reciprocal in binary16.
 const QUADRATIC_OCTAVE: f32 = 8.0 * 724.0;
 const QUADRATIC_PER_OCTAVE: f32 = 1448.0 / 8_388_608.0;
 
