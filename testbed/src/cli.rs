@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use candle_core::{Device, Tensor};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use comfy_table::presets::NOTHING;
@@ -146,7 +146,7 @@ struct Check {
 
 /// `0,3,8-15`.
 fn list(text: &str) -> Result<Vec<usize>> {
-    let number = |t: &str| t.trim().parse::<usize>().with_context(|| format!("a number, given `{t}`"));
+    let number = |t: &str| t.trim().parse::<usize>().map_err(|_| anyhow!("a number, given `{t}`"));
     let mut all = BTreeSet::new();
     for part in text.split(',') {
         let (from, to) = part.split_once('-').unwrap_or((part, part));

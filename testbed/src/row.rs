@@ -6,7 +6,7 @@
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use vc_attention::Recipe;
 use vc_attention::schedule::{Demeaning, ScheduleConfig, Sites, Window};
 
@@ -91,7 +91,8 @@ impl FromStr for Row {
             instead: Vec::new(),
         };
         for part in parts {
-            row.set(part).with_context(|| format!("`@{part}` of row `{text}`"))?;
+            // In one message: clap shows no causes.
+            row.set(part).map_err(|e| anyhow!("`@{part}` of row `{text}`: {e:#}"))?;
         }
         // Whatever is out of range is said now, not in the middle of a clip.
         Sites::<()>::new(row.schedule(1))?;

@@ -26,6 +26,7 @@ fn capability() -> (c_int, c_int) {
         Ok("ampere") => (8, 0),
         Ok("ada") => (8, 9),
         Ok("b200") => (10, 0),
+        Ok("b300") => (10, 3),
         Ok("rtx-blackwell") => (12, 0),
         Ok("later") => (13, 0),
         _ => (9, 0),
