@@ -43,7 +43,8 @@ pub const REFRESH: usize = 4;
 pub enum Window {
     /// The first ones, as many as given; the paper's operating point is a quarter, [`ScheduleConfig::paper`].
     First(usize),
-    /// Every so-manieth, from the first on: the same work spread out (the paper's ablation, 2.6 dB behind).
+    /// Every nth, from the first on; `refresh` counts steps of the clip here too (spread out like this, the paper's
+    /// ablation is 2.6 dB behind).
     Every(usize),
     /// All.
     All,
@@ -76,7 +77,7 @@ pub struct ScheduleConfig {
     pub steps: usize,
     /// Which of them group.
     pub window: Window,
-    /// Steps of the window that one order serves, at least 1.
+    /// Steps of the clip after which a step of the window groups again, at least 1.
     pub refresh: usize,
     /// On which steps block means are subtracted.
     pub demeaning: Demeaning,
@@ -253,7 +254,7 @@ impl<K> Sites<K> {
         self.counts
     }
 
-    /// Forgets everything, as between two clips.
+    /// Forgets everything: to be called between two clips, which the schedule cannot tell apart.
     pub fn reset(&mut self) {
         self.states.clear();
         self.counts = Counts::default();
@@ -288,7 +289,6 @@ impl<K> Sites<K> {
             _ if !clusters => Source::Fixed,
             None => Source::Cold,
             Some(state) if state.drifted => Source::Early,
-            // A step before the last grouping begins another clip.
             Some(state) if inside && step.abs_diff(state.grouped) >= self.config.refresh => {
                 if self.config.warm { Source::Warm } else { Source::Cold }
             }

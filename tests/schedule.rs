@@ -104,7 +104,7 @@ fn sites_do_not_share_and_a_late_model_groups_once() {
     assert_eq!(sources(&mut schedule, layer(0), 0..1), [Source::Cold]);
 }
 
-/// Without a reset the next clip begins at step 0 again and refreshes from where the last one ended.
+/// Without a reset a later clip starts from where the last one ended, if that grouped long enough after the first step.
 #[test]
 fn another_clip_on_the_same_schedule_refreshes() {
     let mut schedule = schedule(ScheduleConfig::paper(40));
@@ -342,6 +342,11 @@ fn what_does_not_fit_is_said_and_changes_nothing() {
         assert!(matches!(error, Err(Error::Tensor { tensor: "labels", .. })), "{error:?}");
     }
     let kept = KeptOrder::new(&[0, 1, 0], 2).unwrap();
+    for order in [TokenOrder::Sequence, TokenOrder::Cube, TokenOrder::Balanced] {
+        let config = GroupingConfig { order, ..GroupingConfig::sequence() };
+        let error = group_from(&[0.0; 6], 2, &config, &kept);
+        assert!(matches!(error, Err(Error::Option { .. })), "{order:?}: {error:?}");
+    }
     let misfit = group_from(&[0.0; 8], 2, &GroupingConfig::kmeans(), &kept);
     assert!(matches!(misfit, Err(Error::Tensor { tensor: "v", .. })), "{misfit:?}");
 }

@@ -157,10 +157,11 @@ pub fn group(
 /// seed. So nothing but labels has to be kept between refreshes, and the start is half an iteration ahead of
 /// the old centroids.
 ///
-/// As [`group`] otherwise; the number of clusters is `kept`'s. An order without clusters is made afresh.
+/// As [`group`] otherwise; the number of clusters is `kept`'s.
 ///
 /// # Errors
-/// When `v` are not whole rows, or not as many as `kept` has labels; when iterations are outside their range.
+/// When `v` are not whole rows, or not as many as `kept` has labels; when iterations are outside their range; when the
+/// order does not come from clusters, or is `balanced` and `kept` has not one cluster a block.
 pub fn group_from(v: &[f32], head_dim: usize, config: &GroupingConfig, kept: &KeptOrder) -> Result<Grouping> {
     let tokens = rows("v", v, head_dim)?;
     let labels = kept.labels();
@@ -171,8 +172,19 @@ pub fn group_from(v: &[f32], head_dim: usize, config: &GroupingConfig, kept: &Ke
             given: format!("{tokens} tokens"),
         });
     }
+    if !config.order.clusters() {
+        return option("order", "one that comes from clusters".into(), format!("{:?}", config.order));
+    }
     if tokens == 0 {
         return Ok(Grouping::default());
+    }
+    if config.order == TokenOrder::Balanced && kept.clusters() != tokens.div_ceil(BLOCK) {
+        let blocks = tokens.div_ceil(BLOCK);
+        return option(
+            "clusters",
+            format!("one for each of {blocks} blocks with `balanced`"),
+            kept.clusters(),
+        );
     }
     let mut centroids = kmeans::seed(v, head_dim, kept.clusters().min(tokens), config.seed);
     // More clusters than tokens (a head that was grouped from more): the rest starts, empty, at the origin.

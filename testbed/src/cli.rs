@@ -103,7 +103,10 @@ impl BackendName {
     /// Where a row runs.
     fn compute(self, gpu: Option<&Cuda>, row: &Row) -> Compute {
         match gpu {
-            Some(gpu) if self == BackendName::Cuda || row.recipes().all(|recipe| covers(gpu, recipe)) => {
+            Some(gpu)
+                if self == BackendName::Cuda
+                    || row.narrow && row.recipes().all(|recipe| covers(gpu, recipe)) =>
+            {
                 Compute::Gpu(gpu.clone())
             }
             _ => Compute::Cpu,

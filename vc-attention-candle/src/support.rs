@@ -10,7 +10,7 @@ use crate::tensors::dtype;
 /// model choose its attention when it is built. On a GPU the first question loads the kernels.
 ///
 /// The GPU kernels take f16 and bf16, head dimensions that are multiples of 8 up to 128, and the recipes `vc16`,
-/// `vc16-expcast` and `vc8-fp8qk`. Strides and offsets are those of a call: there the channels of q, k and v lie next
+/// `vc16-expcast` and `vc8-fp8qk`, on GPUs other than Hopper more (`docs/gpus.md`). Strides and offsets are those of a call: there the channels of q, k and v lie next
 /// to each other and every row starts at a multiple of 16 bytes.
 ///
 /// # Errors

@@ -270,7 +270,8 @@ impl DevicePlan {
         let start = if grouping == Grouping::Warm { held } else { NOTHING };
         let default = if start == NOTHING { COLD_ITERATIONS } else { WARM_ITERATIONS };
         let iterations = self.spec.recipe.grouping.iterations.unwrap_or(default);
-        self.held.store(CENTROIDS, Ordering::Relaxed);
+        // Until everything is launched the plan holds nothing.
+        self.held.store(NOTHING, Ordering::Relaxed);
         // SAFETY: by the caller; the sections have the sizes of the kernels' tables.
         unsafe {
             self.start_kmeans(stream, tensors, start == CENTROIDS)?;
@@ -285,8 +286,10 @@ impl DevicePlan {
                 self.update(stream, tensors)?;
             }
             self.number(stream, tensors)?;
-            self.sort(stream, tensors, self.ptr(self.at.numbers))
+            self.sort(stream, tensors, self.ptr(self.at.numbers))?;
         }
+        self.held.store(CENTROIDS, Ordering::Relaxed);
+        Ok(())
     }
 
     unsafe fn start_kmeans(&self, stream: Stream, tensors: &Tensors, warm: bool) -> Result<()> {
@@ -453,6 +456,7 @@ impl DevicePlan {
                 given: "a new plan".into(),
             });
         }
+        self.device.bind()?;
         // SAFETY: by the caller.
         unsafe { self.memory.copy_out(self.at.labels, to, stream) }
     }
@@ -469,12 +473,15 @@ impl DevicePlan {
         if self.sizes.clusters == 0 {
             return Ok(());
         }
-        self.held.store(LABELS, Ordering::Relaxed);
+        self.held.store(NOTHING, Ordering::Relaxed);
+        self.device.bind()?;
         // SAFETY: by the caller.
         unsafe {
             self.memory.copy_in(self.at.labels, from, stream)?;
-            self.sort(stream, tensors, 0)
+            self.sort(stream, tensors, 0)?;
         }
+        self.held.store(LABELS, Ordering::Relaxed);
+        Ok(())
     }
 
     /// Quantizes Q, K and V on the order that the plan holds.
