@@ -2,13 +2,14 @@
 //! properties that every attention kernel has ([`checks`]).
 
 pub mod checks;
+pub mod fp4;
 
 use half::{bf16, f16};
 use kernels_gpu::emulation::{Fault, Launch, Memory, Schedule};
 use kernels_gpu::formats::e4m3;
 use kernels_gpu::kernels::tiles::{self, HEAD_DIM, KEYS, MEAN_BLOCKS, ROWS};
-use kernels_gpu::kernels::{Entry, MMA, SM90, SM100};
-use kernels_gpu::kernels::{attention_mma, attention_sm90, attention_sm100};
+use kernels_gpu::kernels::{Entry, FP4_DECODED, FP4_NATIVE, MMA, SM90, SM100};
+use kernels_gpu::kernels::{attention_fp4, attention_mma, attention_sm90, attention_sm100};
 use kernels_gpu::layout::scale_groups;
 use kernels_gpu::numerics::{mean, units};
 use rand::SeedableRng;
@@ -32,6 +33,21 @@ pub enum Family {
     Mma,
     /// That of B200 and B300, which has none either.
     Sm100,
+    /// NVFP4 by block-scaled products.
+    Fp4Native,
+    /// NVFP4 decoded to f16.
+    Fp4Decoded,
+}
+
+impl Family {
+    /// Formats of queries and keys that it takes.
+    fn formats(self) -> &'static [Qk] {
+        match self {
+            Family::Sm90 => &[Qk::F16, Qk::E4m3],
+            Family::Mma | Family::Sm100 => &[Qk::F16, Qk::E4m3, Qk::Int8],
+            Family::Fp4Native | Family::Fp4Decoded => &[Qk::Nvfp4],
+        }
+    }
 }
 
 /// Format of queries and keys.
@@ -40,6 +56,8 @@ pub enum Qk {
     F16,
     E4m3,
     Int8,
+    /// Of everything: `vc4`.
+    Nvfp4,
 }
 
 /// A call: which entry, which sizes, which options.
@@ -78,12 +96,13 @@ pub enum Out {
 }
 
 impl Case {
-    /// One head of FP16 ExpCast with means.
+    /// One head of the family's first format, ExpCast where it has it, with means.
     pub fn new(family: Family, q_tokens: usize, kv_tokens: usize) -> Self {
+        let qk = family.formats()[0];
         Self {
             family,
-            qk: Qk::F16,
-            exact: false,
+            qk,
+            exact: qk == Qk::Nvfp4,
             smooth: true,
             batch: 1,
             q_heads: 1,
@@ -103,28 +122,32 @@ impl Case {
 
     /// The same call through each of the kernel's entries.
     pub fn entries(&self) -> Vec<Self> {
-        let formats: &[Qk] = match self.family {
-            Family::Sm90 => &[Qk::F16, Qk::E4m3],
-            Family::Mma | Family::Sm100 => &[Qk::F16, Qk::E4m3, Qk::Int8],
-        };
         let flags = [false, true];
-        let each = formats.iter().flat_map(|&qk| flags.iter().map(move |&exact| (qk, exact)));
+        let exponentials = |qk: Qk| if qk == Qk::Nvfp4 { &flags[1..] } else { &flags };
+        let formats = self.family.formats().iter();
+        let each = formats.flat_map(|&qk| exponentials(qk).iter().map(move |&exact| (qk, exact)));
         let each = each.flat_map(|(qk, exact)| flags.iter().map(move |&smooth| (qk, exact, smooth)));
         each.map(|(qk, exact, smooth)| Self { qk, exact, smooth, ..self.clone() }).collect()
     }
 
     pub fn name(&self) -> String {
+        if self.qk == Qk::Nvfp4 {
+            let product = if self.family == Family::Fp4Native { "native" } else { "decoded" };
+            return format!("attention_fp4_{product}_{}", if self.smooth { "smooth" } else { "plain" });
+        }
         format!(
             "attention_{}_{}_{}_{}",
             match self.family {
                 Family::Sm90 => "sm90",
                 Family::Mma => "mma",
                 Family::Sm100 => "sm100",
+                Family::Fp4Native | Family::Fp4Decoded => unreachable!("those of NVFP4"),
             },
             match self.qk {
                 Qk::F16 => "f16",
                 Qk::E4m3 => "e4m3",
                 Qk::Int8 => "i8",
+                Qk::Nvfp4 => unreachable!("named above"),
             },
             if self.exact { "exp2" } else { "expcast" },
             if self.smooth { "smooth" } else { "plain" }
@@ -133,11 +156,15 @@ impl Case {
 
     /// What the CPU backend runs: the recipe of the same numerics, tokens in their own order.
     fn recipe(&self) -> Recipe {
+        if self.qk == Qk::Nvfp4 {
+            return Recipe { demean: self.smooth, grouping: GroupingConfig::sequence(), ..vc::vc4() };
+        }
         let p = if self.exact { vc::vc16() } else { vc::vc16_expcast() };
         let (qk, scores) = match self.qk {
             Qk::F16 => (QkFormat::F16, ScoreType::F16),
             Qk::E4m3 => (QkFormat::E4m3PerHead, ScoreType::F16),
             Qk::Int8 => (QkFormat::Int8, ScoreType::F32),
+            Qk::Nvfp4 => unreachable!("returned above"),
         };
         let row_sums = if self.exact { RowSums::Exact } else { RowSums::Decoded };
         assert!(matches!(p.p, Probabilities::E4m3 { peak: 256.0 } | Probabilities::ExpCast { .. }));
@@ -189,6 +216,10 @@ fn inputs(case: &Case) -> [Vec<f32>; 3] {
             v[c] += offset * (1.0 + (token / 128 % 3) as f32);
         }
     }
+    if case.qk == Qk::Nvfp4 {
+        // The emulated quantizers make the operands, and take 16 bits.
+        return [q, k, v].map(|x| x.into_iter().map(|x| bf16::from_f32(x).to_f32()).collect());
+    }
     [q, k, v]
 }
 
@@ -198,9 +229,11 @@ struct Tiles {
     k: Vec<u8>,
     v: Vec<u8>,
     means: Vec<u8>,
-    /// INT8 only.
+    /// NVFP4 only.
+    v_tensor: Vec<f32>,
+    /// INT8 and NVFP4 only.
     q_factor: Vec<f32>,
-    /// INT8 only.
+    /// INT8 and NVFP4 only.
     k_scale: Vec<f32>,
     v_scale: Vec<f32>,
 }
@@ -216,6 +249,7 @@ fn put(qk: Qk, tile: &mut [u8], at: usize, code: f32) {
             tile[at] = code as i8 as u8;
             f32::from(tile[at] as i8)
         }
+        Qk::Nvfp4 => unreachable!("the emulated quantizers write it"),
         Qk::F16 => {
             let x = f16::from_f32(code);
             tile[at..at + 2].copy_from_slice(&x.to_le_bytes());
@@ -268,7 +302,7 @@ impl Tiles {
         type Offset = fn(usize, usize) -> usize;
         let (q_offset, k_offset): (Offset, Offset) = match case.qk {
             Qk::F16 => (tiles::q_tile_offset_f16, tiles::k_tile_offset_f16),
-            Qk::E4m3 | Qk::Int8 => (tiles::q_tile_offset_e4m3, tiles::k_tile_offset_e4m3),
+            Qk::E4m3 | Qk::Int8 | Qk::Nvfp4 => (tiles::q_tile_offset_e4m3, tiles::k_tile_offset_e4m3),
         };
         let (q_tiles, kv_tiles) = (case.q_tokens.div_ceil(2 * ROWS) * 2, case.kv_tokens.div_ceil(KEYS));
         let kv_heads = case.batch * case.kv_heads;
@@ -279,6 +313,7 @@ impl Tiles {
             k: vec![0x7f; kv_heads * kv_tiles * k_tile],
             v: vec![0x7f; kv_heads * kv_tiles * tiles::V_BYTES],
             means: vec![0x7f; kv_heads * mean_tiles * tiles::MEAN_BYTES],
+            v_tensor: Vec::new(),
             q_factor: vec![f32::NAN; case.batch * case.q_heads * q_tiles * ROWS],
             k_scale: vec![f32::NAN; kv_heads * kv_tiles * scale_groups::K_GROUPS],
             v_scale: Vec::new(),
@@ -347,6 +382,60 @@ impl Tiles {
         }
         t
     }
+
+    /// NVFP4 operands of every head by the emulated quantizers, checked against `codes`. Tiles behind the valid keys hold
+    /// NaN here too.
+    fn quantize(case: &Case, scale: f32, inputs: [&[f32]; 3], codes: &[Codes]) -> Self {
+        let bits = inputs.map(|x| x.iter().map(|&x| bf16::from_f32(x).to_bits()).collect::<Vec<_>>());
+        let input = |i: usize, heads: usize, tokens: usize| {
+            let row = case.head_dim;
+            let strides = [heads * tokens * row, tokens * row, row].map(|n| n as i64);
+            fp4::Input { bits: &bits[i], strides }
+        };
+        let kv_lens: Option<Vec<u32>> = case.kv_lens.as_ref().map(|l| l.iter().map(|&l| l as u32).collect());
+        let call = fp4::Call {
+            bf16: true,
+            q: input(0, case.q_heads, case.q_tokens),
+            k: input(1, case.kv_heads, case.kv_tokens),
+            v: input(2, case.kv_heads, case.kv_tokens),
+            batch: case.batch,
+            q_heads: case.q_heads,
+            kv_heads: case.kv_heads,
+            q_tokens: case.q_tokens,
+            kv_tokens: case.kv_tokens,
+            head_dim: case.head_dim,
+            order: None,
+            kv_lens: kv_lens.as_deref(),
+            demean: case.smooth,
+            scale,
+            schedule: case.schedule,
+        };
+        let made = call.quantize();
+        let context = format!("{case:?}");
+        made.assert_codes(&call, &context, |b, h| codes[b * case.q_heads + h]);
+        let (mut q, mut k, mut v) = (made.q, made.k, made.v);
+        if let Some(row) = case.nan_row {
+            let scales = row / ROWS * tiles::Q_FP4_BYTES + ROWS * tiles::FP4_ROW;
+            q[scales + row % ROWS * tiles::FP4_SCALES..][..tiles::FP4_SCALES].fill(e4m3::NAN);
+        }
+        let blocks = case.kv_tokens.div_ceil(KEYS);
+        for index in 0..case.batch * case.kv_heads {
+            let keys = case.kv_lens.as_ref().map_or(case.kv_tokens, |l| l[index / case.kv_heads]);
+            let (used, end) = (index * blocks + keys.div_ceil(KEYS), (index + 1) * blocks);
+            k[used * tiles::K_FP4_BYTES..end * tiles::K_FP4_BYTES].fill(0x7f);
+            v[used * tiles::V_FP4_BYTES..end * tiles::V_FP4_BYTES].fill(0x7f);
+        }
+        Self {
+            q,
+            k,
+            v,
+            means: Vec::new(),
+            v_tensor: made.v_tensor,
+            q_factor: made.q_factor,
+            k_scale: made.k_scale,
+            v_scale: made.v_scale,
+        }
+    }
 }
 
 /// Runs a case every way.
@@ -403,7 +492,10 @@ pub fn attend(case: &Case) -> Result<Outcome, Fault> {
     let codes: Vec<Codes> = (0..case.batch * case.q_heads)
         .map(|i| Cpu.codes(&plan, [i / case.q_heads, i % case.q_heads], &qs, &ks, &vs))
         .collect();
-    let tiles = Tiles::pack(case, &heads, &codes, &v);
+    let tiles = match case.qk {
+        Qk::Nvfp4 => Tiles::quantize(case, plan.scale, [&q, &k, &v], &codes),
+        _ => Tiles::pack(case, &heads, &codes, &v),
+    };
     let (o, lse, row_max) = emulate(case, &tiles, &lse_shift)?;
     let mut cpu_o = Vec::new();
     for index in 0..case.batch * case.q_heads {
@@ -427,7 +519,12 @@ fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<Emulated, Fa
     let (rows, heads) = (case.batch * case.q_heads * case.q_tokens, case.batch * case.q_heads);
     let mut gpu = Memory::new();
     let [q, k, v] = [("q", &tiles.q), ("k", &tiles.k), ("v", &tiles.v)].map(|(n, x)| gpu.input(n, x));
-    let means = if case.smooth { gpu.input("means", &tiles.means) } else { std::ptr::null() };
+    let means =
+        if case.smooth && case.qk != Qk::Nvfp4 { gpu.input("means", &tiles.means) } else { std::ptr::null() };
+    let v_tensor = match case.qk {
+        Qk::Nvfp4 => gpu.input("v_tensor", &tiles.v_tensor),
+        _ => std::ptr::null(),
+    };
     let v_scale = gpu.input("v_scale", &tiles.v_scale);
     let lens: Option<Vec<u32>> = case.kv_lens.as_ref().map(|l| l.iter().map(|&l| l as u32).collect());
     let kv_lens = lens.map_or(std::ptr::null(), |l| gpu.input("kv_lens", &l));
@@ -444,14 +541,17 @@ fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<Emulated, Fa
     let row_max = gpu.in_out("row_max", &vec![0u32; heads]);
 
     let [q_factor, k_scale] = match case.qk {
-        Qk::Int8 => {
+        Qk::Int8 | Qk::Nvfp4 => {
             [("q_factor", &tiles.q_factor), ("k_scale", &tiles.k_scale)].map(|(n, x)| gpu.input(n, x))
         }
         Qk::F16 | Qk::E4m3 => [std::ptr::null(); 2],
     };
     let name = case.name();
-    let entry: Entry =
-        [SM90, MMA, SM100].concat().into_iter().find(|e| e.name == name).expect("an entry of a module");
+    let entry: Entry = [SM90, MMA, SM100, FP4_NATIVE, FP4_DECODED]
+        .concat()
+        .into_iter()
+        .find(|e| e.name == name)
+        .expect("an entry of a module");
     let group = NonZeroU32::new((case.q_heads / case.kv_heads) as u32).expect("query heads share kv heads");
     let out_type = match case.out {
         Out::F32 => attention_sm90::OUT_F32,
@@ -503,6 +603,12 @@ fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<Emulated, Fa
                     attention_sm100_i8_expcast_smooth attention_sm100_i8_expcast_plain
                     attention_sm100_i8_exp2_smooth attention_sm100_i8_exp2_plain;
                     (q, k, v, means, q_factor, k_scale, v_scale, kv_lens, poisoned, out, lse, lse_shift, row_max,
+                    q_tokens, kv_tokens, q_heads, kv_heads, group, head_dim, strides[0], strides[1], strides[2], out_type)
+                ),
+                Family::Fp4Native | Family::Fp4Decoded => call!(
+                    attention_fp4: attention_fp4_native_smooth attention_fp4_native_plain
+                    attention_fp4_decoded_smooth attention_fp4_decoded_plain;
+                    (q, k, v, v_tensor, q_factor, k_scale, v_scale, kv_lens, poisoned, out, lse, lse_shift, row_max,
                     q_tokens, kv_tokens, q_heads, kv_heads, group, head_dim, strides[0], strides[1], strides[2], out_type)
                 ),
             }

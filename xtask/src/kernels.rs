@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
-use kernels_gpu::kernels::{Entry, MMA, PREPARE, SM90, SM100, SM103};
+use kernels_gpu::kernels::{Entry, FP4_DECODED, FP4_NATIVE, MMA, PREPARE, PREPARE_FP4, SM90, SM100, SM103};
 
 use crate::budget::{Budget, Cost};
 use crate::toolchain::Toolchain;
@@ -41,14 +41,26 @@ impl Module {
 
 /// Every architecture that PTX is committed for.
 const ARCHITECTURES: &[Module] = &[
-    Module { arch: "sm_90a", family: "sm90", features: None, tables: &[SM90, PREPARE], fewer: &[] },
-    // PTX 8.7 has FP8 products with f16 accumulators.
-    Module { arch: "sm_89", family: "mma", features: Some("+ptx87"), tables: &[MMA, PREPARE], fewer: &[] },
     Module {
-        arch: "sm_120a",
+        arch: "sm_90a",
+        family: "sm90",
+        features: None,
+        tables: &[SM90, FP4_DECODED, PREPARE, PREPARE_FP4],
+        fewer: &[],
+    },
+    // PTX 8.7 has FP8 products with f16 accumulators.
+    Module {
+        arch: "sm_89",
         family: "mma",
         features: Some("+ptx87"),
-        tables: &[MMA, PREPARE],
+        tables: &[MMA, FP4_DECODED, PREPARE, PREPARE_FP4],
+        fewer: &[],
+    },
+    Module {
+        arch: "sm_120a",
+        family: "sm120",
+        features: Some("+ptx87"),
+        tables: &[MMA, FP4_NATIVE, PREPARE, PREPARE_FP4],
         fewer: &[("quantize_q", 3), ("quantize_k_f16", 3), ("quantize_k_e4m3", 3), ("quantize_k_i8", 1)],
     },
     Module {

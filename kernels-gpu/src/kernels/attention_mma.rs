@@ -32,19 +32,18 @@
 use core::marker::PhantomData;
 use core::num::NonZeroU32;
 
-use super::epilogue::{Call, RowEnd, Work, finish};
+use super::epilogue::{Call, PEAK_E4M3, RowEnd, Work, finish};
 pub use super::epilogue::{OUT_BF16, OUT_F16, OUT_F32};
+use super::operand::Operand;
 use super::softmax::{self, Codes, Exp2, ExpCast, LOWEST, Pending, Rows, quad_sum};
 use super::tiles::{self, KEYS, MEAN_BLOCKS, MEAN_BYTES, ROWS, V_BYTES, swizzle_128};
 use super::{MMA_STAGES_8_BIT, MMA_STAGES_F16};
 use crate::ptx::async_copy::{commit_group, copy_16, wait_group};
 use crate::ptx::collective::sync_threads;
-use crate::ptx::extrema::max_nan_f32;
 use crate::ptx::f16x2::splat;
-use crate::ptx::ldmatrix::load_x4;
-use crate::ptx::shuffle::{permute, shuffle_xor};
+use crate::ptx::shuffle::permute;
 use crate::ptx::special::thread_idx_x;
-use crate::ptx::{SharedAddr, convert, mma};
+use crate::ptx::{convert, mma};
 
 /// Threads of a block.
 const THREADS: u32 = 256;
@@ -53,32 +52,6 @@ crate::ptx::shared_symbol!(
     /// Start of the dynamic shared memory.
     fn shared_base, "vc_shared", 1024
 );
-
-/// A tile of swizzled rows of 128 bytes along k in shared memory, as a lane addresses it for `ldmatrix`.
-#[derive(Clone, Copy)]
-struct Operand {
-    /// The lane's row of the first 8, in the first and in the second 64 bytes.
-    halves: [SharedAddr; 2],
-}
-
-impl Operand {
-    #[inline(always)]
-    fn new(tile: SharedAddr) -> Self {
-        let lane = thread_idx_x() as usize % 32;
-        let half = |half: usize| tile.add(swizzle_128(lane % 8, half * 64 + lane / 8 * 16) as u32);
-        Self { halves: [half(0), half(1)] }
-    }
-
-    /// The B fragments of rows 8j on for two k steps of 32 bytes, the `pair`th of the row. From the third pair on they lie
-    /// in the next [`KEYS`] rows: the other half of the channels of FP16 keys.
-    #[inline(always)]
-    unsafe fn fragments(&self, j: usize, pair: usize) -> [[u32; 2]; 2] {
-        let at = self.halves[pair % 2].add((pair / 2 * KEYS * 128 + j * 1024) as u32);
-        // SAFETY: the whole warp is here; the tile has landed.
-        let [a, b, c, d] = unsafe { load_x4(at) };
-        [[a, b], [c, d]]
-    }
-}
 
 /// The queries of a warp: A fragments of up to 8 k steps of 32 bytes.
 type Fragments = [[u32; 4]; 8];
@@ -306,19 +279,8 @@ impl Scores for Int8 {
 
     #[inline(always)]
     unsafe fn raise_max(max: Rows, s: &[f32; 64]) -> Rows {
-        // Two chains a row, by the parity of the key.
-        let mut m = [s[0], s[1], s[2], s[3]];
-        for (i, s) in s.iter().enumerate().skip(4) {
-            m[i % 4] = max_nan_f32(m[i % 4], *s);
-        }
-        let quad_max = |x: f32| {
-            // SAFETY: the whole warp is here.
-            unsafe {
-                let x = max_nan_f32(x, f32::from_bits(shuffle_xor::<1>(x.to_bits())));
-                max_nan_f32(x, f32::from_bits(shuffle_xor::<2>(x.to_bits())))
-            }
-        };
-        [0, 1].map(|row| max_nan_f32(max[row], quad_max(max_nan_f32(m[2 * row], m[2 * row + 1]))))
+        // SAFETY: the whole warp is here.
+        unsafe { softmax::raise_max_wide(max, s) }
     }
 
     #[inline(always)]
@@ -664,7 +626,7 @@ macro_rules! entry {
             unsafe {
                 let state = attend::<$scores, $weights, $smooth>(&call, &Scales { q_factor, k_scale }, &call.work());
                 // The work anew, so that nothing of it occupies registers during the loop.
-                finish(&call, &call.work(), &state.out, &state.sum, || {
+                finish(&call, &call.work(), PEAK_E4M3, &state.out, &state.sum, || {
                     <$scores as Scores>::ends::<$weights>(state.max)
                 });
             }

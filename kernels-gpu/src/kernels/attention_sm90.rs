@@ -48,7 +48,7 @@
 
 use core::num::NonZeroU32;
 
-use super::epilogue::{Call, RowEnd, Work, finish};
+use super::epilogue::{Call, PEAK_E4M3, RowEnd, Work, finish};
 pub use super::epilogue::{OUT_BF16, OUT_F16, OUT_F32};
 use super::softmax::{self, Exp2, ExpCast, Pending, Rows, mask, pack, quad_sum, stay};
 use super::tiles::{self, KEYS, MEAN_BLOCKS, MEAN_BYTES, ROWS, V_BYTES};
@@ -714,7 +714,7 @@ unsafe fn attention<S: Scores, W: Weights, const STAGES: u32, const SMOOTH: bool
                 consumer.run::<W, SMOOTH>(&mut state);
             }
             // Anew, so that nothing of it occupies registers during the loop.
-            finish(&call, &call.work(), &state.out, &state.sum, || {
+            finish(&call, &call.work(), PEAK_E4M3, &state.out, &state.sum, || {
                 let (max, shift) = (convert::f32_of_f16x2(state.max), W::shift(state.max));
                 [RowEnd { max: max.0, shift: shift[0] }, RowEnd { max: max.1, shift: shift[1] }]
             });

@@ -42,6 +42,9 @@ pub(super) struct Call {
     pub(super) out_type: u32,
 }
 
+/// `peak` of [`finish`] where probabilities are E4M3: the row max is 256.
+pub(super) const PEAK_E4M3: f32 = 8.0;
+
 /// What one block works on.
 pub(super) struct Work {
     pub(super) batch: u32,
@@ -76,6 +79,8 @@ impl Call {
 
 /// O = A / l times the channel scales, LSE, and the observed row max.
 ///
+/// `peak` is the binary logarithm of what the row max is worth in `sum`.
+///
 /// `out` and `sum` are A and l of the rows of a thread, 16 rows a warp: register 4j + 2r + e of A is channel 8j + 2q + e
 /// of its upper (r = 0) or lower row.
 ///
@@ -85,6 +90,7 @@ impl Call {
 pub(super) unsafe fn finish(
     call: &Call,
     work: &Work,
+    peak: f32,
     out: &[f32; 64],
     sum: &Rows,
     ends: impl FnOnce() -> [RowEnd; 2],
@@ -94,8 +100,8 @@ pub(super) unsafe fn finish(
     let [upper, lower] = ends();
     // SAFETY: the sizes of the contract; the whole warp is here.
     unsafe {
-        finish_row::<0>(call, work, out, sum, first, upper);
-        finish_row::<1>(call, work, out, sum, first + 8, lower);
+        finish_row::<0>(call, work, peak, out, sum, first, upper);
+        finish_row::<1>(call, work, peak, out, sum, first + 8, lower);
         if !call.row_max.is_null() && work.keys > 0 {
             let upper = if first < call.q_tokens { upper.max.to_bits() & 0x7fff_ffff } else { 0 };
             let lower = if first + 8 < call.q_tokens { lower.max.to_bits() & 0x7fff_ffff } else { 0 };
@@ -119,6 +125,7 @@ pub(super) struct RowEnd {
 unsafe fn finish_row<const ROW: usize>(
     call: &Call,
     work: &Work,
+    peak: f32,
     out: &[f32; 64],
     sum: &Rows,
     token: u32,
@@ -129,7 +136,7 @@ unsafe fn finish_row<const ROW: usize>(
     }
     let lane = thread_idx_x() as usize % 4;
     let mut inverse = 1.0 / sum[ROW];
-    let mut lse = convert::fma(end.shift, 0.125, convert::log2(sum[ROW]) - 8.0) * core::f32::consts::LN_2;
+    let mut lse = convert::fma(end.shift, 0.125, convert::log2(sum[ROW]) - peak) * core::f32::consts::LN_2;
     // SAFETY: a row below q_tokens and the sizes of the contract.
     unsafe {
         if work.keys == 0 {

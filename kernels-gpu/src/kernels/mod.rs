@@ -32,7 +32,12 @@ macro_rules! kernel {
     };
 }
 
-#[cfg(any(all(target_arch = "nvptx64", attention = "mma"), feature = "emulation"))]
+#[cfg(any(
+    all(target_arch = "nvptx64", any(attention = "sm90", attention = "mma", attention = "sm120")),
+    feature = "emulation"
+))]
+pub mod attention_fp4;
+#[cfg(any(all(target_arch = "nvptx64", any(attention = "mma", attention = "sm120")), feature = "emulation"))]
 pub mod attention_mma;
 #[cfg(any(
     all(target_arch = "nvptx64", any(attention = "sm100", attention = "sm103")),
@@ -43,6 +48,11 @@ pub mod attention_sm100;
 pub mod attention_sm90;
 #[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
 mod epilogue;
+#[cfg(any(
+    all(target_arch = "nvptx64", any(attention = "sm90", attention = "mma", attention = "sm120")),
+    feature = "emulation"
+))]
+mod operand;
 #[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
 mod softmax;
 pub mod tiles;
@@ -54,6 +64,11 @@ pub mod input;
 pub mod kmeans;
 #[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
 pub mod order;
+#[cfg(any(
+    all(target_arch = "nvptx64", any(attention = "sm90", attention = "mma", attention = "sm120")),
+    feature = "emulation"
+))]
+pub mod quantize_fp4;
 #[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
 pub mod quantize_k;
 #[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
@@ -143,6 +158,32 @@ pub(crate) const MMA_STAGES_F16: usize = 2;
 /// K and V tiles in flight with keys of 8 bits in [`attention_mma`].
 pub(crate) const MMA_STAGES_8_BIT: usize = 3;
 
+/// NVFP4 attention by block-scaled products, in the module for sm_120a.
+pub const FP4_NATIVE: &[Entry] = &[
+    fp4("attention_fp4_native_smooth", 0, FP4_STAGES_NATIVE),
+    fp4("attention_fp4_native_plain", 0, FP4_STAGES_NATIVE),
+];
+
+/// NVFP4 attention on operands decoded to f16, in the modules for sm_89 and sm_90a.
+pub const FP4_DECODED: &[Entry] = &[
+    fp4("attention_fp4_decoded_smooth", FP4_DECODED_BYTES, FP4_STAGES_DECODED),
+    fp4("attention_fp4_decoded_plain", FP4_DECODED_BYTES, FP4_STAGES_DECODED),
+];
+
+/// As [`warp_level`], with K and V tiles of NVFP4 behind `decoded` bytes.
+const fn fp4(name: &'static str, decoded: usize, stages: usize) -> Entry {
+    let dynamic_shared = (decoded + stages * (tiles::K_FP4_BYTES + tiles::V_FP4_BYTES)) as u32;
+    assert!(dynamic_shared <= 99 * 1024);
+    Entry { name, threads: 256, min_ctas_per_sm: 1, dynamic_shared }
+}
+
+/// K and V tiles in flight in [`attention_fp4`], block-scaled.
+pub(crate) const FP4_STAGES_NATIVE: usize = 4;
+/// K and V tiles in flight in [`attention_fp4`], decoded: the next ones arrive while the last are multiplied in f16.
+pub(crate) const FP4_STAGES_DECODED: usize = 1;
+/// Decoded K, V^T and means.
+pub(crate) const FP4_DECODED_BYTES: usize = 2 * tiles::K_F16_BYTES + 2 * tiles::HEAD_DIM;
+
 /// Entries of the module for B200 (`vc_attention.sm_100a.ptx`): those of [`SM103`] and INT8.
 pub const SM100: &[Entry] = &[
     attention_sm100("attention_sm100_f16_expcast_smooth", SM100_SHARED_F16),
@@ -224,6 +265,23 @@ pub const PREPARE: &[Entry] = &[
     prepare("order_count", 256, 4),
     prepare("order_scan", 1024, 1),
     prepare("order_scatter", 256, 4),
+];
+
+/// Entries that prepare NVFP4 operands, in the modules that have a kernel for them.
+pub const PREPARE_FP4: &[Entry] = &[
+    prepare("fp4_amax_q_bf16", 256, 3),
+    prepare("fp4_amax_q_f16", 256, 3),
+    prepare("fp4_amax_k_bf16", 256, 3),
+    prepare("fp4_amax_k_f16", 256, 3),
+    prepare("quantize_q_fp4_from_bf16", 256, 3),
+    prepare("quantize_q_fp4_from_f16", 256, 3),
+    prepare("quantize_k_fp4_from_bf16", 256, 3),
+    prepare("quantize_k_fp4_from_f16", 256, 3),
+    prepare("v_stats_fp4_bf16", 128, 6),
+    prepare("v_stats_fp4_f16", 128, 6),
+    prepare("fp4_v_scale", 128, 8),
+    prepare("smooth_v_fp4_bf16", 128, 4),
+    prepare("smooth_v_fp4_f16", 128, 4),
 ];
 
 /// A kernel with static shared memory only.

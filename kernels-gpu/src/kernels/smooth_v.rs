@@ -21,6 +21,10 @@
 //! | `v_batch`, `v_head`, `v_token` | i64 | strides of `v` |
 //! | `kv_tokens`, `kv_heads`, `head_dim` | u32 | sizes |
 //!
+//! # `v_stats_fp4_bf16`, `v_stats_fp4_f16`: the same
+//! for [`quantize_fp4`](super::quantize_fp4): residuals in `amax` are against the mean rounded to f16, which is what is taken from
+//! the values there.
+//!
 //! # `v_scale`: one block of 128 threads per (batch, kv head)
 //! | name | type | what |
 //! |---|---|---|
@@ -67,25 +71,25 @@ crate::ptx::shared_symbol!(
 const BLOCKS: u32 = 8;
 
 /// The values of all heads in their order.
-struct Values {
-    v: *const u8,
-    order: *const u32,
-    kv_lens: *const u32,
-    strides: [i64; 3],
-    kv_tokens: u32,
-    kv_heads: u32,
-    head_dim: u32,
+pub(super) struct Values {
+    pub(super) v: *const u8,
+    pub(super) order: *const u32,
+    pub(super) kv_lens: *const u32,
+    pub(super) strides: [i64; 3],
+    pub(super) kv_tokens: u32,
+    pub(super) kv_heads: u32,
+    pub(super) head_dim: u32,
 }
 
 impl Values {
     #[inline(always)]
-    fn blocks(&self) -> u32 {
+    pub(super) fn blocks(&self) -> u32 {
         self.kv_tokens.div_ceil(KEYS as u32)
     }
 
     /// The rows of a head (batch * kv_heads + head), its order, and its tokens that count.
     #[inline(always)]
-    unsafe fn head(&self, index: u32) -> (Head, *const u32, u32) {
+    pub(super) unsafe fn head(&self, index: u32) -> (Head, *const u32, u32) {
         let (batch, kv_head) = (index / self.kv_heads, index % self.kv_heads);
         let order = match self.order.is_null() {
             true => self.order,
@@ -95,6 +99,13 @@ impl Values {
         let valid = unsafe { valid_tokens(self.kv_lens, batch, self.kv_tokens) };
         (Head::new(self.v, self.strides, batch, kv_head, self.head_dim), order, valid)
     }
+}
+
+/// A block mean that is not scaled, as it is stored: f16 bits, and what they stand for.
+#[inline(always)]
+pub(super) fn stored_mean(mean: f32) -> (u16, f32) {
+    let half = convert::f16x2(mean.min(f16::MAX).max(-f16::MAX), 0.0);
+    (half as u16, convert::f32_of_f16x2(half).0)
 }
 
 /// Where the first pass writes.
@@ -107,7 +118,7 @@ struct Stats {
 
 impl Stats {
     #[inline(always)]
-    unsafe fn run<E: Element>(&self, values: &Values) {
+    unsafe fn run<E: Element, const STORED: bool>(&self, values: &Values) {
         let blocks = values.blocks();
         let per_head = blocks.div_ceil(BLOCKS);
         let index = block_idx_x() / per_head;
@@ -149,6 +160,9 @@ impl Stats {
                 means = [0.0; CHUNK as usize];
             }
             self.share(&means, energy, count, index as usize * blocks as usize, block, blocks);
+            if STORED {
+                means.iter_mut().for_each(|mean| *mean = stored_mean(*mean).1);
+            }
 
             let (low, high) = (unpack_chunk::<E>(low), unpack_chunk::<E>(high));
             let at = |which: u32| stats_shared().add((which * CHANNELS + thread_idx_x()) * 4);
@@ -199,7 +213,7 @@ impl Stats {
 }
 
 macro_rules! stats_entry {
-    ($name:ident, $element:ty) => {
+    ($name:ident, $element:ty, $stored:literal) => {
         kernel! {
         #[doc = concat!("Block means and largest residuals of [`", stringify!($element), "`] values.")]
         ///
@@ -223,14 +237,18 @@ macro_rules! stats_entry {
             let strides = [v_batch, v_head, v_token];
             let values = Values { v, order, kv_lens, strides, kv_tokens, kv_heads, head_dim };
             // SAFETY: the entry's contract.
-            unsafe { Stats { means, amax, shares, poisoned }.run::<$element>(&values) }
+            unsafe { Stats { means, amax, shares, poisoned }.run::<$element, $stored>(&values) }
         }
         }
     };
 }
 
-stats_entry!(v_stats_bf16, Bf16);
-stats_entry!(v_stats_f16, F16);
+stats_entry!(v_stats_bf16, Bf16, false);
+stats_entry!(v_stats_f16, F16, false);
+#[cfg(any(attention = "sm90", attention = "mma", attention = "sm120", feature = "emulation"))]
+stats_entry!(v_stats_fp4_bf16, Bf16, true);
+#[cfg(any(attention = "sm90", attention = "mma", attention = "sm120", feature = "emulation"))]
+stats_entry!(v_stats_fp4_f16, F16, true);
 
 kernel! {
 /// The channel scales from the maxima of `v_stats`.

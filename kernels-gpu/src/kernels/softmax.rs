@@ -5,6 +5,7 @@
 //! `mma.sync` lie alike, so the kernels of both share this file.
 
 use super::tiles::KEYS;
+use crate::ptx::extrema::max_nan_f32;
 use crate::ptx::f16x2::{self, splat};
 use crate::ptx::shuffle::{permute, shuffle_xor};
 use crate::ptx::special::thread_idx_x;
@@ -56,6 +57,27 @@ pub(super) unsafe fn raise_max(max: u32, s: &Scores) -> u32 {
         let m = f16x2::max_nan(m, shuffle_xor::<2>(m));
         f16x2::max_nan(max, m)
     }
+}
+
+/// [`raise_max`] of f32 scores, registers 4j + 2r + e of row r.
+///
+/// # Safety
+/// The whole warp executes it together.
+#[inline(always)]
+pub(super) unsafe fn raise_max_wide(max: Rows, s: &[f32; KEYS / 2]) -> Rows {
+    // Two chains a row, by the parity of the key.
+    let mut m = [s[0], s[1], s[2], s[3]];
+    for (i, s) in s.iter().enumerate().skip(4) {
+        m[i % 4] = max_nan_f32(m[i % 4], *s);
+    }
+    let quad_max = |x: f32| {
+        // SAFETY: the whole warp is here.
+        unsafe {
+            let x = max_nan_f32(x, f32::from_bits(shuffle_xor::<1>(x.to_bits())));
+            max_nan_f32(x, f32::from_bits(shuffle_xor::<2>(x.to_bits())))
+        }
+    };
+    [0, 1].map(|row| max_nan_f32(max[row], quad_max(max_nan_f32(m[2 * row], m[2 * row + 1]))))
 }
 
 /// Scores of keys from `valid` on become minus infinity: outside the max, and byte 0.

@@ -12,13 +12,19 @@
 //! | K, E4M3 | 128 keys | 16,384 | 128 rows of 128 bytes, swizzled |
 //! | V^T, E4M3 | 128 tokens | 16,384 | 128 channels of 128 bytes, tokens in [`token_position`] order, swizzled |
 //! | means, FP16 | 16 key blocks | 4,096 | core matrices of 8 channels x 8 blocks, see [`mean_offset`] |
+//! | Q, NVFP4 | 64 rows | 4,608 | 64 rows of 64 bytes, [swizzled](swizzle_64); then 8 scales a row |
+//! | K, NVFP4 | 128 keys | 9,216 | 128 rows of 64 bytes, swizzled, keys in [`key_row`] order; then 8 scales a row |
+//! | V^T, NVFP4 | 128 tokens | 9,472 | 128 channels of 64 bytes, swizzled; then 8 scales a channel; then the f16 means of the channels |
 //!
 //! *Swizzled* is the 128-byte swizzle of the matrix descriptor: the 16-byte chunk c of row r lies at chunk
-//! c ^ (r % 8) of its row.
+//! c ^ (r % 8) of its row. That of rows of 64 bytes is c ^ (r / 2 % 4). NVFP4 lies two elements to a byte, the even one in
+//! the low half, and the scale of elements 16i on of a row is byte i of its 8.
 //!
 //! Per head the tiles follow each other without gaps: Q has 2 x ceil(q_tokens / 128) tiles, K and V have
 //! ceil(kv_tokens / 128), means ceil(ceil(kv_tokens / 128) / 16). Padding keys are zeros in K and in V, padding
 //! blocks zeros in the means; padding rows of Q may hold anything.
+
+use crate::formats::nvfp4;
 
 /// Channels of a head.
 pub const HEAD_DIM: usize = 128;
@@ -39,6 +45,18 @@ pub const K_F16_BYTES: usize = KEYS * HEAD_DIM * 2;
 pub const K_E4M3_BYTES: usize = KEYS * HEAD_DIM;
 /// Bytes of a V^T tile.
 pub const V_BYTES: usize = HEAD_DIM * KEYS;
+/// Bytes of a row of 128 NVFP4 elements without its scales.
+pub const FP4_ROW: usize = HEAD_DIM / 2;
+/// Scales of a row of 128 NVFP4 elements.
+pub const FP4_SCALES: usize = HEAD_DIM / nvfp4::BLOCK;
+/// Bytes of a Q tile in NVFP4.
+pub const Q_FP4_BYTES: usize = ROWS * (FP4_ROW + FP4_SCALES);
+/// Bytes of a K tile in NVFP4.
+pub const K_FP4_BYTES: usize = KEYS * (FP4_ROW + FP4_SCALES);
+/// Where the means lie in a V^T tile in NVFP4.
+pub const V_FP4_MEANS: usize = HEAD_DIM * (FP4_ROW + FP4_SCALES);
+/// Bytes of a V^T tile in NVFP4.
+pub const V_FP4_BYTES: usize = V_FP4_MEANS + HEAD_DIM * 2;
 /// Bytes of a means tile.
 pub const MEAN_BYTES: usize = MEAN_BLOCKS * HEAD_DIM * 2;
 
@@ -46,6 +64,12 @@ pub const MEAN_BYTES: usize = MEAN_BLOCKS * HEAD_DIM * 2;
 #[inline(always)]
 pub const fn swizzle_128(row: usize, byte: usize) -> usize {
     row * 128 + ((byte / 16) ^ (row % 8)) * 16 + byte % 16
+}
+
+/// Byte `byte` of row `row` in a tile of swizzled 64-byte rows: 8 rows of one 16-byte chunk touch all banks.
+#[inline(always)]
+pub const fn swizzle_64(row: usize, byte: usize) -> usize {
+    row * FP4_ROW + ((byte / 16) ^ (row / 2 % 4)) * 16 + byte % 16
 }
 
 /// Element (`row`, `channel`) of a Q tile in FP16.
@@ -100,6 +124,16 @@ pub const fn mean_offset(block: usize, channel: usize) -> usize {
     channel / 8 * 256 + half * 128 + channel % 8 * 16 + column * 2
 }
 
+/// The row of a K tile in NVFP4 that holds key `key` (0..128), and the key that a row holds.
+///
+/// Columns 8a + 2q + {0, 1} of the 32 of four products belong to lane q of a row's four, for all a: they are keys
+/// 8q + 2a + {0, 1}, the eight that the lane holds in a register of the next product's A fragment. So no probability
+/// moves between lanes, tokens lie in V^T in their order, and the 16 that share a scale are the CPU backend's.
+#[inline(always)]
+pub const fn key_row(key: usize) -> usize {
+    key / 32 * 32 + key % 8 / 2 * 8 + key % 32 / 8 * 2 + key % 2
+}
+
 #[cfg(test)]
 mod tests {
     extern crate std;
@@ -126,6 +160,15 @@ mod tests {
         fills(K_E4M3_BYTES, KEYS, HEAD_DIM, 1, k_tile_offset_e4m3);
         fills(V_BYTES, KEYS, HEAD_DIM, 1, v_tile_offset);
         fills(MEAN_BYTES, MEAN_BLOCKS, HEAD_DIM, 2, mean_offset);
+        fills(KEYS * FP4_ROW, KEYS, FP4_ROW, 1, swizzle_64);
+        fills(KEYS * FP4_ROW, KEYS, FP4_ROW, 1, |key, byte| swizzle_64(key_row(key), byte));
+    }
+
+    #[test]
+    fn keys_and_their_rows_are_each_others() {
+        for key in 0..KEYS {
+            assert_eq!(key_row(key_row(key)), key);
+        }
     }
 
     #[test]

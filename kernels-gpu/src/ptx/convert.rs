@@ -65,6 +65,29 @@ mod device {
         d
     }
 
+    /// Four `cvt.rn.satfinite.e2m1x2.f32` (sm_120a): eight E2M1 nibbles, the first in the lowest.
+    #[inline(always)]
+    pub fn e2m1x8(x: [f32; 8]) -> u32 {
+        let d: u32;
+        // SAFETY: registers in, register out.
+        unsafe {
+            asm!(
+                "{{",
+                ".reg .b8 pair0, pair1, pair2, pair3;",
+                "cvt.rn.satfinite.e2m1x2.f32 pair0, {x1}, {x0};",
+                "cvt.rn.satfinite.e2m1x2.f32 pair1, {x3}, {x2};",
+                "cvt.rn.satfinite.e2m1x2.f32 pair2, {x5}, {x4};",
+                "cvt.rn.satfinite.e2m1x2.f32 pair3, {x7}, {x6};",
+                "mov.b32 {d}, {{pair0, pair1, pair2, pair3}};",
+                "}}",
+                d = out(reg32) d, x0 = in(reg32) x[0], x1 = in(reg32) x[1], x2 = in(reg32) x[2], x3 = in(reg32) x[3],
+                x4 = in(reg32) x[4], x5 = in(reg32) x[5], x6 = in(reg32) x[6], x7 = in(reg32) x[7],
+                options(pure, nomem, nostack)
+            )
+        }
+        d
+    }
+
     /// `cvt.rn.satfinite.e4m3x2.f16x2`: two E4M3 bytes of two f16.
     #[inline(always)]
     pub fn e4m3x2_of_f16x2(pair: u32) -> u16 {
@@ -146,7 +169,7 @@ pub use host::*;
 mod host {
     use half::{bf16 as Bf16, f16 as Half};
 
-    use crate::formats::e4m3;
+    use crate::formats::{e2m1, e4m3};
     use crate::ptx::f16x2::bits;
 
     /// `cvt.rn.satfinite.e4m3x2.f32`: two E4M3 bytes, `low` in the lower.
@@ -168,6 +191,11 @@ mod host {
     /// Two `cvt.rn.satfinite.e4m3x2.f32`: four E4M3 bytes, the first in the lowest.
     pub fn e4m3x4(x: [f32; 4]) -> u32 {
         u32::from(e4m3x2(x[0], x[1])) | u32::from(e4m3x2(x[2], x[3])) << 16
+    }
+
+    /// Four `cvt.rn.satfinite.e2m1x2.f32` (sm_120a): eight E2M1 nibbles, the first in the lowest.
+    pub fn e2m1x8(x: [f32; 8]) -> u32 {
+        x.iter().rev().fold(0, |word, &x| word << 4 | u32::from(e2m1::encode(x)))
     }
 
     /// `cvt.rn.satfinite.e4m3x2.f16x2`: two E4M3 bytes of two f16.

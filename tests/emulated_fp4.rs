@@ -1,0 +1,173 @@
+//! The NVFP4 attention kernel in both its forms, and its quantizers, run thread by thread on the host (`docs/emulation.md`):
+//! operands bit for bit, outputs against the CPU backend's `vc4` and against f64 on the same dequantized operands.
+
+mod emulated;
+
+use emulated::{Case, Family, checks, fp4};
+use half::{bf16, f16};
+use kernels_gpu::emulation::Schedule;
+use rand::SeedableRng;
+use rand::rngs::ChaCha8Rng;
+use rand_distr::{Distribution, StandardNormal};
+use vc_attention::backend::Backend;
+use vc_attention::backend::cpu::Cpu;
+use vc_attention::recipe::{Recipe, vc};
+use vc_attention::{Elements, Options, Plan, Problem, TensorView};
+
+const BOTH: [Family; 2] = [Family::Fp4Native, Family::Fp4Decoded];
+
+#[test]
+fn every_entry_at_odd_lengths() {
+    BOTH.into_iter().for_each(checks::every_entry_at_odd_lengths);
+}
+
+#[test]
+fn batches_of_grouped_heads_with_lengths() {
+    BOTH.into_iter().for_each(checks::batches_of_grouped_heads_with_lengths);
+}
+
+#[test]
+fn heads_of_fewer_channels_are_padded() {
+    BOTH.into_iter().for_each(checks::heads_of_fewer_channels_are_padded);
+}
+
+#[test]
+fn no_valid_key_gives_zeros() {
+    BOTH.into_iter().for_each(checks::no_valid_key_gives_zeros);
+}
+
+#[test]
+fn rings_of_tiles_and_means_go_around() {
+    BOTH.into_iter().for_each(checks::rings_of_tiles_and_means_go_around);
+}
+
+#[test]
+fn output_types_round_the_same_values() {
+    BOTH.into_iter().for_each(checks::output_types_round_the_same_values);
+}
+
+#[test]
+fn the_order_of_threads_changes_nothing() {
+    BOTH.into_iter().for_each(checks::the_order_of_threads_changes_nothing);
+}
+
+#[test]
+fn poisoned_heads_are_nan_and_others_unchanged() {
+    BOTH.into_iter().for_each(checks::poisoned_heads_are_nan_and_others_unchanged);
+}
+
+#[test]
+fn a_nan_in_a_query_stays_in_its_row() {
+    BOTH.into_iter().for_each(checks::a_nan_in_a_query_stays_in_its_row);
+}
+
+/// Scores are f32: none is too large, and flat rows put all their weights on one code.
+#[test]
+fn scores_have_no_range() {
+    for family in BOTH {
+        for sharpness in [0.0, 20.0, 200.0] {
+            let outcome = checks::check(&Case { sharpness, ..Case::new(family, 40, 300) });
+            assert!(outcome.row_max[0] >= 20.0 * sharpness, "largest |row max| {}", outcome.row_max[0]);
+        }
+    }
+}
+
+/// Both forms multiply the same codes: what differs is the order of f32 sums.
+#[test]
+fn both_forms_agree() {
+    let case = |family| Case { q_heads: 2, ..Case::new(family, 130, 500) };
+    let [native, decoded] = BOTH.map(|family| checks::check(&case(family)));
+    let near = native.o.chunks(128).zip(decoded.o.chunks(128));
+    let off = near.map(|(a, b)| emulated::rel_l2(a, b.iter().map(|&x| f64::from(x))));
+    let other = off.filter(|off| *off > 1e-5).count();
+    assert!(other <= 6, "{other} of 260 rows");
+}
+
+/// Strided tensors of both types, an order of the tokens, lengths, padding: every code, scale and mean.
+#[test]
+fn operands_are_those_of_the_cpu() {
+    let (batch, q_heads, kv_heads) = (2, 4, 2);
+    let schedules = [Schedule::Oldest, Schedule::Newest, Schedule::Random(5)];
+    let shapes = [
+        (75, 300, 128, Some([300, 129])),
+        (129, 191, 72, None),
+        (1, 1, 64, None),
+        (20, 130, 96, Some([0, 17])),
+    ];
+    for (i, (q_tokens, kv_tokens, head_dim, lens)) in shapes.into_iter().enumerate() {
+        for (bf16_bits, demean) in [(true, true), (false, false), (false, true)] {
+            let recipe = Recipe { demean, ..vc::vc4() };
+            let mut rng = ChaCha8Rng::seed_from_u64(i as u64);
+            // Token by token, NaN between the heads.
+            let pitch = head_dim + 8;
+            let mut tensor = |heads: usize, tokens: usize| -> Vec<u16> {
+                let mut bits = Vec::new();
+                for row in 0..batch * tokens * heads {
+                    for c in 0..head_dim {
+                        let noise: f32 = StandardNormal.sample(&mut rng);
+                        let x = noise * (1.0 + (c % 7) as f32) + (row / heads / 150 % 3) as f32;
+                        bits.push(if bf16_bits {
+                            bf16::from_f32(x).to_bits()
+                        } else {
+                            f16::from_f32(x).to_bits()
+                        });
+                    }
+                    bits.extend([0x7fff; 8]);
+                }
+                bits
+            };
+            let [q, k, v] =
+                [tensor(q_heads, q_tokens), tensor(kv_heads, kv_tokens), tensor(kv_heads, kv_tokens)];
+            let [as_bf16, as_f16] = [bf16_bits, !bf16_bits];
+            let wide: [Vec<bf16>; 3] =
+                [&q, &k, &v].map(|x| x.iter().filter(|_| as_bf16).map(|&b| bf16::from_bits(b)).collect());
+            let narrow: [Vec<f16>; 3] =
+                [&q, &k, &v].map(|x| x.iter().filter(|_| as_f16).map(|&b| f16::from_bits(b)).collect());
+            let view = |name, i: usize, heads: usize, tokens: usize| {
+                let elements = if as_bf16 { Elements::Bf16(&wide[i]) } else { Elements::F16(&narrow[i]) };
+                let strides = [tokens * heads * pitch, pitch, heads * pitch, 1];
+                TensorView::strided(name, elements, [batch, heads, tokens, head_dim], strides)
+                    .expect("a valid view")
+            };
+            let mut problem = Problem::new(
+                view("q", 0, q_heads, q_tokens),
+                view("k", 1, kv_heads, kv_tokens),
+                view("v", 2, kv_heads, kv_tokens),
+            );
+            problem.kv_lens = lens.as_ref().map(|l| l.as_slice());
+            let plan = Plan::new(&problem, &recipe, Options::default()).expect("a valid call");
+            let orders = Cpu.group(&plan, &problem, None).expect("a valid call");
+            let qs = Cpu.prepare_q(&plan, &problem, &orders).expect("a valid call");
+            let ks = Cpu.prepare_k(&plan, &problem, &orders, &qs).expect("a valid call");
+            let vs = Cpu.prepare_v(&plan, &problem, &orders).expect("a valid call");
+            let mut order = vec![u32::MAX; batch * kv_heads * kv_tokens];
+            for (to, from) in order.chunks_exact_mut(kv_tokens).zip(&orders.0) {
+                to[..from.order.len()].copy_from_slice(&from.order);
+            }
+            let input = |bits, heads: usize, tokens: usize| fp4::Input {
+                bits,
+                strides: [tokens * heads * pitch, pitch, heads * pitch].map(|n| n as i64),
+            };
+            let kv_lens = lens.map(|l| l.map(|l| l as u32));
+            let call = fp4::Call {
+                bf16: bf16_bits,
+                q: input(&q, q_heads, q_tokens),
+                k: input(&k, kv_heads, kv_tokens),
+                v: input(&v, kv_heads, kv_tokens),
+                batch,
+                q_heads,
+                kv_heads,
+                q_tokens,
+                kv_tokens,
+                head_dim,
+                order: Some(&order),
+                kv_lens: kv_lens.as_ref().map(|l| l.as_slice()),
+                demean,
+                scale: plan.scale,
+                schedule: schedules[i % 3],
+            };
+            let context = format!("{bf16_bits} {demean} {lens:?} {q_tokens} {kv_tokens} {head_dim}");
+            call.quantize().assert_codes(&call, &context, |b, h| Cpu.codes(&plan, [b, h], &qs, &ks, &vs));
+        }
+    }
+}
