@@ -7,6 +7,8 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
+#[cfg(feature = "cuda")]
+use candle_core::DType;
 use candle_core::{Device, Tensor};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use comfy_table::presets::NOTHING;
@@ -14,7 +16,9 @@ use comfy_table::{CellAlignment, Table};
 use indicatif::{ProgressBar, ProgressStyle};
 use vc_attention::Recipe;
 use vc_attention::backend::cuda::{Cuda, driver_present};
-use vc_testbed::attention::{Compute, RowAttention, covers};
+#[cfg(feature = "cuda")]
+use vc_attention_candle::supports;
+use vc_testbed::attention::{Compute, EXACT, RowAttention, covers};
 use vc_testbed::bundle::Bundle;
 use vc_testbed::clip::{self, Distance};
 use vc_testbed::picture::{self, Dot};
@@ -25,7 +29,7 @@ use vc_testbed::sampler::Sampler;
 use vc_testbed::statistics::Summary;
 
 /// What every other row is compared with.
-const REFERENCE: &str = "exact";
+const REFERENCE: &str = EXACT;
 
 #[derive(Parser)]
 #[command(name = "vc-testbed", version, about, max_term_width = 100)]
@@ -70,8 +74,8 @@ struct Generate {
     /// Measure only: no animations and sheets.
     #[arg(long)]
     no_pictures: bool,
-    /// Where the attention runs; the rest of the model runs on the CPU. `auto`: on a GPU where there is one, rows that its
-    /// kernels do not cover on the CPU. `cuda`: on the GPU or not at all.
+    /// Where the attention runs; the rest of the model runs on the CPU, or with the feature `cuda` on the GPU too. `auto`:
+    /// on a GPU where there is one, rows that its kernels do not cover on the CPU. `cuda`: on the GPU or not at all.
     #[arg(long, value_enum, default_value_t = BackendName::Auto)]
     backend: BackendName,
     /// Folder for what comes out.
@@ -100,8 +104,28 @@ impl BackendName {
         }
     }
 
-    /// Where a row runs.
-    fn compute(self, gpu: Option<&Cuda>, row: &Row) -> Compute {
+    /// Where the model runs: with the feature `cuda` on a GPU, if one is wanted and there.
+    fn model_device(self) -> Result<Device> {
+        match self {
+            #[cfg(feature = "cuda")]
+            BackendName::Cuda => Ok(Device::new_cuda(0)?),
+            #[cfg(feature = "cuda")]
+            BackendName::Auto if driver_present() => Ok(Device::new_cuda(0).unwrap_or(Device::Cpu)),
+            _ => Ok(Device::Cpu),
+        }
+    }
+
+    /// Where the attention of a row runs, for a model on `device`.
+    fn compute(self, device: &Device, gpu: Option<&Cuda>, row: &Row) -> Compute {
+        #[cfg(feature = "cuda")]
+        if device.is_cuda() {
+            let runs = |recipe: &Recipe| {
+                let supported = || supports(device, DType::BF16, 128, recipe).is_ok();
+                recipe.name == EXACT || row.narrow && supported()
+            };
+            return if row.recipes().all(runs) { Compute::Model(device.clone()) } else { Compute::Cpu };
+        }
+        let _ = device;
         match gpu {
             Some(gpu)
                 if self == BackendName::Cuda
@@ -145,6 +169,9 @@ struct Check {
     /// Stop behind this step (the reference has states behind steps 0, 10 and 20, and clips of 40 steps).
     #[arg(long, default_value_t = 40, value_name = "N")]
     steps: usize,
+    /// Where the model runs; on a GPU it takes the feature `cuda`.
+    #[arg(long, value_enum, default_value_t = BackendName::Auto)]
+    backend: BackendName,
 }
 
 /// `0,3,8-15`.
@@ -163,12 +190,18 @@ fn list(text: &str) -> Result<Vec<usize>> {
 /// Runs the program.
 pub fn run() -> ExitCode {
     let Cli { data, command } = Cli::parse();
-    let bundle = || Bundle::open(&data.unwrap_or_else(Bundle::folder));
+    let bundle = |device: &Device| Bundle::open(&data.unwrap_or_else(Bundle::folder), device);
     let done = match command {
-        Command::Generate(options) => bundle().and_then(|bundle| generate(&bundle, &options)),
+        Command::Generate(options) => {
+            let device = options.backend.model_device();
+            device.and_then(|device| generate(&bundle(&device)?, &options))
+        }
         Command::Table(options) => summarize(&options),
-        Command::Probe(options) => bundle().and_then(|bundle| show_probe(&bundle, &options)),
-        Command::Check(options) => bundle().and_then(|bundle| check(&bundle, &options)),
+        Command::Probe(options) => bundle(&Device::Cpu).and_then(|bundle| show_probe(&bundle, &options)),
+        Command::Check(options) => {
+            let device = options.backend.model_device();
+            device.and_then(|device| check(&bundle(&device)?, &options))
+        }
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
@@ -208,7 +241,7 @@ fn generate(bundle: &Bundle, options: &Generate) -> Result<()> {
     let (steps, guidance) = (usize::from(options.steps), options.guidance);
     let sampler = Sampler { steps, guidance, ..bundle.sampler };
     let reference: Row = REFERENCE.parse()?;
-    let gpu = options.backend.gpu()?;
+    let gpu = if bundle.model.device().is_cpu() { options.backend.gpu()? } else { None };
     fs::create_dir_all(&options.output).with_context(|| options.output.display().to_string())?;
     let mut record = Record::open(&options.output.join("clips.jsonl"))?;
     for &prompt in &options.prompts {
@@ -227,13 +260,14 @@ fn generate(bundle: &Bundle, options: &Generate) -> Result<()> {
         let exact = if kept.exists() {
             candle_core::safetensors::load(&kept, &Device::Cpu)?.remove("clip").context("no clip")?
         } else {
-            let exact = make(bundle, &sampler, &reference, prompt, &Compute::Cpu)?.clip;
+            let compute = options.backend.compute(bundle.model.device(), None, &reference);
+            let exact = make(bundle, &sampler, &reference, prompt, &compute)?.clip;
             exact.save_safetensors("clip", &kept)?;
             exact
         };
         let mut lines = vec![(format!("{}: exact attention", bundle.prompt(prompt)), exact.clone())];
         for row in wanted {
-            let compute = options.backend.compute(gpu.as_ref(), row);
+            let compute = options.backend.compute(bundle.model.device(), gpu.as_ref(), row);
             let Made { clip, attention, seconds } = make(bundle, &sampler, row, prompt, &compute)?;
             let distance = clip::distance(&clip, &exact)?;
             let counts = attention.counts();
@@ -406,8 +440,9 @@ fn check(bundle: &Bundle, options: &Check) -> Result<()> {
     };
     for (prompt, (name, floor)) in [(0, FLOOR_DB[0]), (1, FLOOR_DB[0]), (0, FLOOR_DB[1])] {
         let row: Row = name.parse()?;
+        let compute = options.backend.compute(bundle.model.device(), None, &row);
         let mut attention =
-            RowAttention::new(&row, bundle.sampler.steps, bundle.model.config().grid(), &Compute::Cpu)?;
+            RowAttention::new(&row, bundle.sampler.steps, bundle.model.config().grid(), &compute)?;
         let stop = options.steps;
         let mut states = Vec::new();
         let sampled = bundle.sampler.sample(
