@@ -78,6 +78,8 @@ trait Product {
     const STAGES: usize;
     /// What products lack.
     const GAIN: f32;
+    /// Whether the queries stay in registers; else they are read, from L1, for every key block.
+    const KEEPS_QUERIES: bool;
     /// Eight elements of one row of A, in a lane.
     type Octet: Copy;
     /// A fragment of 16 rows by 64 elements, with its scales.
@@ -168,6 +170,7 @@ impl Native {
 impl Product for Native {
     const STAGES: usize = FP4_STAGES_NATIVE;
     const GAIN: f32 = 1.0;
+    const KEEPS_QUERIES: bool = true;
     type Octet = u32;
     type A = Scaled;
     type B = ScaledTile;
@@ -283,6 +286,8 @@ impl Decoded {
 impl Product for Decoded {
     const STAGES: usize = FP4_STAGES_DECODED;
     const GAIN: f32 = 128.0;
+    /// 32 registers in f16, which there are not beside scores and output.
+    const KEEPS_QUERIES: bool = false;
     type Octet = [u32; 4];
     /// Four k steps of 16.
     type A = [[u32; 4]; 4];
@@ -316,12 +321,13 @@ impl Product for Decoded {
 
     #[inline(always)]
     unsafe fn arrived(slot: SharedAddr) -> Landed<Self> {
-        let (k, v, means) = (shared_base(), shared_base().add(Self::V), shared_base().add(Self::MEANS));
+        let k = SharedAddr(slot.0 - FP4_DECODED_BYTES as u32);
+        let (v, means) = (k.add(Self::V), k.add(Self::MEANS));
         let (thread, v_slot) = (thread_idx_x() as usize, slot.add(K_FP4_BYTES as u32));
         // SAFETY: the tiles have landed and nobody reads the last ones in f16; the block meets behind the decoding.
         unsafe {
-            for part in [0, 2] {
-                let (row, part) = (thread % KEYS, thread / KEYS + part);
+            for i in 0..2 {
+                let (row, part) = (thread % KEYS, thread / KEYS + 2 * i);
                 Self::decode(slot, k, row, part);
                 Self::decode(v_slot, v, row, part);
             }
@@ -351,9 +357,9 @@ impl Product for Decoded {
     unsafe fn sums(a: &[[[u32; 4]; 4]; 2]) -> Rows {
         const ONES: [u32; 2] = [splat(0x3c00); 2];
         let mut d = [0.0; 4];
-        for a in a.as_flattened() {
+        for i in 0..8 {
             // SAFETY: the whole warp is here.
-            unsafe { Self::step(&mut d, *a, ONES) }
+            unsafe { Self::step(&mut d, a[i / 4][i % 4], ONES) }
         }
         [d[0], d[2]]
     }
@@ -451,6 +457,31 @@ impl<P: Product> Ring<P> {
     }
 }
 
+/// Eight channels of a query, `half` of what a lane has of a k step, and the byte of their scale.
+#[inline(always)]
+unsafe fn stored<P: Product>(tile: *const u8, row: usize, step: usize, half: usize) -> (P::Octet, u32) {
+    let lane = thread_idx_x() as usize % 4;
+    // SAFETY: inside the tile.
+    unsafe {
+        let byte = *tile.add(ROWS * FP4_ROW + row * FP4_SCALES + 4 * step + 2 * half + lane / 2);
+        let word = *tile.add(tiles::swizzle_64(row, step * 32 + half * 16 + lane * 4)).cast::<u32>();
+        (P::stored(word, byte), u32::from(byte))
+    }
+}
+
+/// The A fragment of rows `row` and 8 below of a tile, for channels 64 `step` on.
+#[inline(always)]
+unsafe fn load_step<P: Product>(tile: *const u8, row: usize, step: usize) -> P::A {
+    // SAFETY: inside the tile; the whole warp is here.
+    unsafe {
+        let ((a, a_byte), (b, b_byte)) =
+            (stored::<P>(tile, row, step, 0), stored::<P>(tile, row + 8, step, 0));
+        let ((c, c_byte), (d, d_byte)) =
+            (stored::<P>(tile, row, step, 1), stored::<P>(tile, row + 8, step, 1));
+        P::fragment(&[[a, b], [c, d]], &[[a_byte, b_byte], [c_byte, d_byte]])
+    }
+}
+
 /// The A fragments of a warp's queries.
 #[inline(always)]
 unsafe fn load_queries<P: Product>(call: &Call, work: &Work) -> [P::A; 2] {
@@ -459,23 +490,10 @@ unsafe fn load_queries<P: Product>(call: &Call, work: &Work) -> [P::A; 2] {
     let tile =
         (work.batch * call.q_heads + work.h) as usize * tiles_a_head + work.row as usize / ROWS + warp / 4;
     let row = warp % 4 * 16 + lane / 4;
-    // SAFETY: inside the tile, which is there for padding rows too; the whole warp is here.
+    // SAFETY: a tile is there for padding rows too; the whole warp is here.
     unsafe {
         let tile = call.q.add(tile * Q_FP4_BYTES);
-        let fragment = |step: usize| {
-            let byte = |half: usize, lower: usize| {
-                let scales = ROWS * FP4_ROW + (row + 8 * lower) * FP4_SCALES;
-                u32::from(*tile.add(scales + 4 * step + 2 * half + lane % 4 / 2))
-            };
-            let octet = |half: usize, lower: usize| {
-                let at = tiles::swizzle_64(row + 8 * lower, step * 32 + half * 16 + lane % 4 * 4);
-                P::stored(*tile.add(at).cast::<u32>(), byte(half, lower) as u8)
-            };
-            let octets = [[octet(0, 0), octet(0, 1)], [octet(1, 0), octet(1, 1)]];
-            let bytes = [[byte(0, 0), byte(0, 1)], [byte(1, 0), byte(1, 1)]];
-            P::fragment(&octets, &bytes)
-        };
-        [fragment(0), fragment(1)]
+        [load_step::<P>(tile, row, 0), load_step::<P>(tile, row, 1)]
     }
 }
 
@@ -523,28 +541,30 @@ unsafe fn quantize(p: &[f32; 8]) -> ([f32; 8], u32, f32) {
     (p.map(|p| divisor.divide_scaled(p)), byte, unit)
 }
 
-/// P = exp(S - m) as A fragments.
+/// Half of a lane's probabilities of 64 keys in a row, quantized, and the byte of their scale. A function, because a
+/// closure that is used more than once is not inlined, and passes arrays through local memory.
 #[inline(always)]
-unsafe fn probabilities<P: Product>(s: &Scores, max: Rows) -> [P::A; 2] {
-    let fragment = |step: usize| {
-        let octet = |half: usize, row: usize| {
-            let first = (2 * step + half) * 16 + 2 * row;
-            let mut p = [0.0; 8];
-            for (i, p) in p.iter_mut().enumerate() {
-                // In the order of operations of the CPU backend.
-                *p = convert::exp2((s[first + i / 2 * 4 + i % 2] - max[row]) * 0.125) * PEAK;
-            }
-            // SAFETY: the whole warp is here.
-            let (elements, byte, unit) = unsafe { quantize(&p) };
-            (P::rounded(&elements, unit), byte)
-        };
-        // One by one: ptxas would put an array of pairs into local memory.
-        let ((a, a_byte), (b, b_byte)) = (octet(0, 0), octet(0, 1));
-        let ((c, c_byte), (d, d_byte)) = (octet(1, 0), octet(1, 1));
-        // SAFETY: the whole warp is here.
-        unsafe { P::fragment(&[[a, b], [c, d]], &[[a_byte, b_byte], [c_byte, d_byte]]) }
-    };
-    [fragment(0), fragment(1)]
+unsafe fn octet<P: Product>(s: &Scores, max: Rows, half: usize, row: usize) -> (P::Octet, u32) {
+    let mut p = [0.0; 8];
+    for (i, p) in p.iter_mut().enumerate() {
+        // In the order of operations of the CPU backend.
+        *p = convert::exp2((s[half * 16 + 2 * row + i / 2 * 4 + i % 2] - max[row]) * 0.125) * PEAK;
+    }
+    // SAFETY: the whole warp is here.
+    let (elements, byte, unit) = unsafe { quantize(&p) };
+    (P::rounded(&elements, unit), byte)
+}
+
+/// P = exp(S - m) of keys 64 `step` on, as an A fragment.
+#[inline(always)]
+unsafe fn probabilities<P: Product>(s: &Scores, max: Rows, step: usize) -> P::A {
+    let half = 2 * step;
+    // SAFETY: the whole warp is here.
+    unsafe {
+        let ((a, a_byte), (b, b_byte)) = (octet::<P>(s, max, half, 0), octet::<P>(s, max, half, 1));
+        let ((c, c_byte), (d, d_byte)) = (octet::<P>(s, max, half + 1, 0), octet::<P>(s, max, half + 1, 1));
+        P::fragment(&[[a, b], [c, d]], &[[a_byte, b_byte], [c_byte, d_byte]])
+    }
 }
 
 /// The running state of a thread's two rows.
@@ -567,22 +587,29 @@ impl State {
         c: f32,
         alpha: Rows,
         r: Rows,
+        not_zero: u32,
     ) {
         let means = landed.means.add(thread_idx_x() % 4 * 4);
-        for (j, out) in self.out.as_chunks_mut::<4>().0.iter_mut().enumerate() {
-            let mut product = [0.0; 4];
-            // SAFETY: the whole warp is here; the tile and its means have landed.
-            let mean = unsafe {
-                P::multiply(&mut product, p, &landed.v, j);
-                if SMOOTH { shared::load_u32(means.add(j as u32 * 16)) } else { 0 }
-            };
-            let (low, high) = convert::f32_of_f16x2(mean);
-            for (i, out) in out.iter_mut().enumerate() {
-                *out = convert::fma(product[i], c, *out * alpha[i / 2]);
-                if SMOOTH {
-                    *out = convert::fma(r[i / 2], if i % 2 == 0 { low } else { high }, *out);
+        for (part, out) in self.out.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+            // In loops that ptxas does not move scores and products out of: it would run out of registers.
+            softmax::stay(not_zero, || {
+                for (i, out) in out.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+                    let j = 8 * part + i;
+                    let mut product = [0.0; 4];
+                    // SAFETY: the whole warp is here; the tile and its means have landed.
+                    let mean = unsafe {
+                        P::multiply(&mut product, p, &landed.v, j);
+                        if SMOOTH { shared::load_u32(means.add(j as u32 * 16)) } else { 0 }
+                    };
+                    let (low, high) = convert::f32_of_f16x2(mean);
+                    for (i, out) in out.iter_mut().enumerate() {
+                        *out = convert::fma(product[i], c, *out * alpha[i / 2]);
+                        if SMOOTH {
+                            *out = convert::fma(r[i / 2], if i % 2 == 0 { low } else { high }, *out);
+                        }
+                    }
                 }
-            }
+            });
         }
     }
 }
@@ -597,7 +624,7 @@ unsafe fn attend<P: Product, const SMOOTH: bool>(call: &Call, scales: &Scales, w
     // SAFETY: all warps of the block run this together; tiles are read between their barrier and the next.
     unsafe {
         let mut ring = Ring::<P>::start(call, work);
-        let q = load_queries::<P>(call, work);
+        let kept = load_queries::<P>(call, work);
         let factor = *scales.q_factor.add((work.batch * call.q_heads + work.h) as usize)
             * *scales.k_scale.add(work.kv_head as usize)
             * P::GAIN;
@@ -607,6 +634,7 @@ unsafe fn attend<P: Product, const SMOOTH: bool>(call: &Call, scales: &Scales, w
             let landed = ring.next();
 
             // S = Q K^T
+            let q = if P::KEEPS_QUERIES { kept } else { load_queries::<P>(call, work) };
             let mut s = scores::<P>(&q, &landed.k, factor);
             if left < KEYS as u32 {
                 mask(&mut s, left);
@@ -617,14 +645,14 @@ unsafe fn attend<P: Product, const SMOOTH: bool>(call: &Call, scales: &Scales, w
             let before = state.max;
             state.max = softmax::raise_max_wide(before, &s);
             let alpha = [0, 1].map(|row| convert::exp2((before[row] - state.max[row]) * 0.125));
-            let p = probabilities::<P>(&s, state.max);
+            let p = [probabilities::<P>(&s, state.max, 0), probabilities::<P>(&s, state.max, 1)];
             let r = P::sums(&p);
 
             // l <- alpha l + r, A <- alpha A + c P R + r mu^T
             for row in 0..2 {
                 state.sum[row] = convert::fma(state.sum[row], alpha[row], r[row]);
             }
-            state.add_values::<P, SMOOTH>(&p, &landed, c, alpha, r);
+            state.add_values::<P, SMOOTH>(&p, &landed, c, alpha, r, call.group.get());
         }
     }
     state
