@@ -22,6 +22,10 @@ pub enum Family {
     Sm100,
     /// The same without INT8, whose products B300 has not got.
     Sm103,
+    /// `attention_fp4` by block-scaled products, for sm_120a.
+    Fp4Native,
+    /// `attention_fp4` on operands decoded to f16, for any GPU that the warp-level kernels serve, and Hopper.
+    Fp4Decoded,
 }
 
 impl Family {
@@ -31,6 +35,7 @@ impl Family {
             Family::Sm90 => "attention_sm90",
             Family::Mma => "attention_mma",
             Family::Sm100 | Family::Sm103 => "attention_sm100",
+            Family::Fp4Native | Family::Fp4Decoded => "attention",
         }
     }
 
@@ -41,12 +46,30 @@ impl Family {
             Family::Mma => kernels::MMA,
             Family::Sm100 => kernels::SM100,
             Family::Sm103 => kernels::SM103,
+            Family::Fp4Native => kernels::FP4_NATIVE,
+            Family::Fp4Decoded => kernels::FP4_DECODED,
         }
+    }
+
+    /// Entries that prepare operands for it alone, in its module.
+    pub(super) fn prepare(self) -> &'static [Entry] {
+        if self.fp4() { kernels::PREPARE_FP4 } else { &[] }
+    }
+
+    /// Whether its operands are NVFP4: scores are f32 then, and no head leaves their range.
+    pub(super) fn fp4(self) -> bool {
+        matches!(self, Family::Fp4Native | Family::Fp4Decoded)
     }
 
     /// How its entries and those of the quantizers call the recipe's format of Q and K; none where it has not got it.
     pub(super) fn qk(self, recipe: &Recipe) -> Option<&'static str> {
         match (recipe.qk, recipe.scores) {
+            (QkFormat::Nvfp4, ScoreType::F32) if !recipe.center_q => match self {
+                Family::Fp4Native => Some("fp4_native"),
+                Family::Fp4Decoded => Some("fp4_decoded"),
+                _ => None,
+            },
+            _ if self.fp4() => None,
             (QkFormat::F16, ScoreType::F16) => Some("f16"),
             (QkFormat::E4m3PerHead, ScoreType::F16) => Some("e4m3"),
             (QkFormat::Int8, ScoreType::F32) if matches!(self, Family::Mma | Family::Sm100) => Some("i8"),
@@ -59,13 +82,14 @@ impl Family {
         match self {
             Family::Sm90 | Family::Sm103 => "f16 or e4m3-head, with f16 scores",
             Family::Mma | Family::Sm100 => "f16 or e4m3-head, with f16 scores, or int8, with f32 scores",
+            Family::Fp4Native | Family::Fp4Decoded => "nvfp4 without centring of Q, with f32 scores",
         }
     }
 
     /// Query rows of a block of its entries.
     pub(super) fn rows(self) -> usize {
         match self {
-            Family::Sm90 | Family::Mma => 128,
+            Family::Sm90 | Family::Mma | Family::Fp4Native | Family::Fp4Decoded => 128,
             Family::Sm100 | Family::Sm103 => 256,
         }
     }
@@ -75,6 +99,7 @@ impl Family {
         match self {
             Family::Sm90 | Family::Sm103 => &["vc8-fp8qk", "vc16", "vc16-expcast"],
             Family::Mma | Family::Sm100 => &["vc8", "vc8-expcast", "vc8-fp8qk", "vc16", "vc16-expcast"],
+            Family::Fp4Native | Family::Fp4Decoded => &["vc4"],
         }
     }
 }
@@ -177,6 +202,7 @@ pub const TABLE: &[Row] = &[
         kernels: kernels(&[
             Module { arch: "sm_90a", family: Family::Sm90, state: State::Tested("an H200") },
             assembled("sm_89", Family::Mma),
+            assembled("sm_90a", Family::Fp4Decoded),
         ]),
     },
     Row { capabilities: &[(10, 0)], gpus: "B200", kernels: kernels(&[assembled("sm_100a", Family::Sm100)]) },
@@ -184,13 +210,14 @@ pub const TABLE: &[Row] = &[
     Row {
         capabilities: &[(12, 0)],
         gpus: "RTX PRO 6000, RTX 5090",
-        kernels: kernels(&[assembled("sm_120a", Family::Mma)]),
+        kernels: kernels(&[assembled("sm_120a", Family::Mma), assembled("sm_120a", Family::Fp4Native)]),
     },
     FALLBACK,
 ];
 
 /// The warp-level kernels for everything.
-const WARP_LEVEL: Result<Kernels, &str> = kernels(&[assembled("sm_89", Family::Mma)]);
+const WARP_LEVEL: Result<Kernels, &str> =
+    kernels(&[assembled("sm_89", Family::Mma), assembled("sm_89", Family::Fp4Decoded)]);
 
 /// GPUs later than sm_89 without kernels of their own: PTX for sm_89 runs on all of them.
 const FALLBACK: Row =
@@ -238,7 +265,7 @@ mod tests {
             for Module { arch, family, .. } in kernels.modules {
                 let image = images().iter().find(|image| image.arch == *arch);
                 let image = image.unwrap_or_else(|| panic!("no module for {arch}"));
-                for entry in family.entries().iter().chain(kernels::PREPARE) {
+                for entry in family.entries().iter().chain(family.prepare()).chain(kernels::PREPARE) {
                     let declared = format!(".visible .entry {}(", entry.name);
                     assert!(image.ptx().contains(&declared), "{arch}: {}", entry.name);
                 }
@@ -252,7 +279,8 @@ mod tests {
         let hopper = kernels_for("x", (9, 0)).expect("covered");
         assert_eq!(hopper.recipes(0), ["vc8-fp8qk", "vc16", "vc16-expcast"]);
         assert_eq!(hopper.recipes(1), ["vc8", "vc8-expcast"]);
-        for (name, module) in [("vc16", Some(0)), ("vc8", Some(1)), ("sage3", None)] {
+        assert_eq!(hopper.recipes(2), ["vc4"]);
+        for (name, module) in [("vc16", Some(0)), ("vc8", Some(1)), ("vc4", Some(2)), ("sage3", None)] {
             assert_eq!(hopper.module_for(&Recipe::parse(name).expect("a recipe")), module, "{name}");
         }
     }
@@ -268,6 +296,10 @@ mod tests {
 
     #[test]
     fn recipes_are_those_that_the_entries_cover() {
+        for family in [Family::Fp4Native, Family::Fp4Decoded] {
+            let covered = Recipe::all().into_iter().filter(|recipe| family.qk(recipe).is_some());
+            assert_eq!(covered.map(|r| r.name).collect::<Vec<_>>(), family.recipes());
+        }
         for family in [Family::Sm90, Family::Mma, Family::Sm100, Family::Sm103] {
             let covered = Recipe::all().into_iter().filter(|recipe| {
                 // Of E4M3 values with ours the named recipes differ from the baselines in demeaning and peak.

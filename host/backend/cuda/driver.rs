@@ -88,6 +88,8 @@ pub struct Device {
 #[derive(Debug)]
 struct Loaded {
     module: sys::CUmodule,
+    /// Whether another has loaded it.
+    shared: bool,
     time: Duration,
     functions: Vec<Function>,
 }
@@ -189,6 +191,14 @@ impl Device {
         }
         self.bind()?;
         let Module { arch, family, .. } = self.kernels.modules[index];
+        let entries = family.entries().iter().chain(family.prepare());
+        let mut same = self.modules.iter().zip(self.kernels.modules).filter(|(_, other)| other.arch == arch);
+        if let Some(other) = same.find_map(|(slot, _)| slot.get()) {
+            // Another family of the same text is loaded: the driver has assembled these already.
+            let functions = entries.map(|&entry| function(other.module, entry)).collect::<Result<_>>()?;
+            let (module, time) = (other.module, Duration::ZERO);
+            return Ok(slot.get_or_init(|| Loaded { module, shared: true, time, functions }));
+        }
         let image = images().iter().find(|image| image.arch == arch).ok_or_else(|| Error::Device {
             reason: format!("this binary holds no kernels for {arch}: build it with kernels-gpu/ptx there"),
         })?;
@@ -196,9 +206,9 @@ impl Device {
         let module = load(image, self.driver)?;
         let time = start.elapsed();
         let prepare = if index == 0 { PREPARE } else { &[] };
-        let entries = family.entries().iter().chain(prepare);
-        let functions = entries.map(|&entry| function(module, entry)).collect::<Result<_>>()?;
-        Ok(slot.get_or_init(|| Loaded { module, time, functions }))
+        let functions =
+            entries.chain(prepare).map(|&entry| function(module, entry)).collect::<Result<_>>()?;
+        Ok(slot.get_or_init(|| Loaded { module, shared: false, time, functions }))
     }
 
     /// Loads whatever is not loaded yet of the kernels for this device, as `vca doctor` does to show them.
@@ -283,7 +293,7 @@ impl Device {
 impl Drop for Device {
     fn drop(&mut self) {
         if self.bind().is_ok() {
-            for loaded in self.loaded() {
+            for loaded in self.loaded().filter(|loaded| !loaded.shared) {
                 // SAFETY: loaded by `load` and unloaded once; nothing can launch from it any more. An error on the way
                 // out of a broken context has nobody to go to.
                 let _ = unsafe { sys::cuModuleUnload(loaded.module) };

@@ -1,5 +1,7 @@
 //! A planned call on a GPU: everything that it needs, so that the call itself neither allocates nor synchronizes.
 
+mod fp4;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
@@ -165,11 +167,17 @@ struct Sections {
     k_sums: Section,
     k_mean: Section,
     flags: Section,
+    /// NVFP4 only: largest magnitudes.
+    q_amax: Section,
     q: Section,
     q_factor: Section,
+    /// NVFP4 only: largest magnitudes.
+    k_amax: Section,
     k: Section,
     k_scale: Section,
     v: Section,
+    /// NVFP4 only: the scale of a head.
+    v_tensor: Section,
     lse_shift: Section,
     block_means: Section,
     mean_tiles: Section,
@@ -554,6 +562,10 @@ impl DevicePlan {
     }
 
     unsafe fn quantize_q(&self, stream: Stream, tensors: &Tensors) -> Result<()> {
+        if self.names.family.fp4() {
+            // SAFETY: by the caller.
+            return unsafe { self.quantize_q_fp4(stream, tensors) };
+        }
         let centred = self.spec.recipe.center_k;
         let shift = if centred && tensors.lse != 0 { self.ptr(self.at.lse_shift) } else { 0 };
         let arguments = Arguments::new()
@@ -585,6 +597,10 @@ impl DevicePlan {
     /// # Errors
     /// Of the driver.
     pub unsafe fn prepare_k(&self, stream: Stream, tensors: &Tensors) -> Result<()> {
+        if self.names.family.fp4() {
+            // SAFETY: by the caller.
+            return unsafe { self.prepare_k_fp4(stream, tensors) };
+        }
         let arguments = Arguments::new()
             .with(tensors.k)
             .with(self.order())
@@ -615,7 +631,7 @@ impl DevicePlan {
     /// # Errors
     /// Of the driver.
     pub unsafe fn prepare_v(&self, stream: Stream, tensors: &Tensors) -> Result<()> {
-        let means = if self.spec.recipe.demean { self.ptr(self.at.block_means) } else { 0 };
+        let (means, fp4) = (self.block_means(), self.names.family.fp4());
         let arguments = Arguments::new()
             .with(tensors.v)
             .with(self.order())
@@ -629,7 +645,11 @@ impl DevicePlan {
         // SAFETY: by the caller.
         unsafe {
             self.memory.fill(self.at.v_amax, 0, stream)?;
-            self.launch(stream, &format!("v_stats_{}", self.names.input), blocks, arguments)?;
+            let name = if fp4 { "v_stats_fp4" } else { "v_stats" };
+            self.launch(stream, &format!("{name}_{}", self.names.input), blocks, arguments)?;
+            if fp4 {
+                return self.smooth_v_fp4(stream, tensors);
+            }
             let arguments = Arguments::new().with(self.ptr(self.at.v_amax)).with(self.ptr(self.at.v_scale));
             self.launch(stream, "v_scale", self.sizes.kv_heads, arguments)?;
             let arguments = Arguments::new()
@@ -665,17 +685,20 @@ impl DevicePlan {
             DType::F16 => 1,
             DType::Bf16 => 2,
         };
-        let arguments = Arguments::new()
-            .with(self.ptr(self.at.q))
-            .with(self.ptr(self.at.k))
-            .with(self.ptr(self.at.v))
-            .with(self.ptr(self.at.mean_tiles));
+        let arguments =
+            Arguments::new().with(self.ptr(self.at.q)).with(self.ptr(self.at.k)).with(self.ptr(self.at.v));
         let family = self.names.family;
         let arguments = match family {
-            Family::Sm90 => arguments,
-            Family::Mma | Family::Sm100 | Family::Sm103 => {
-                arguments.with(self.ptr(self.at.q_factor)).with(self.ptr(self.at.k_scale))
-            }
+            Family::Sm90 => arguments.with(self.ptr(self.at.mean_tiles)),
+            Family::Mma | Family::Sm100 | Family::Sm103 => arguments
+                .with(self.ptr(self.at.mean_tiles))
+                .with(self.ptr(self.at.q_factor))
+                .with(self.ptr(self.at.k_scale)),
+            // The means lie in the tiles of V.
+            Family::Fp4Native | Family::Fp4Decoded => arguments
+                .with(self.ptr(self.at.v_tensor))
+                .with(self.ptr(self.at.q_factor))
+                .with(self.ptr(self.at.k_scale)),
         };
         let arguments = arguments
             .with(self.ptr(self.at.v_scale))
@@ -696,7 +719,7 @@ impl DevicePlan {
             .with(token);
         let arguments = match family {
             Family::Sm90 => arguments.with(self.spec.promote),
-            Family::Mma | Family::Sm100 | Family::Sm103 => arguments,
+            _ => arguments,
         };
         let arguments = arguments.with(out_type);
         let grid = [s.q_tokens.div_ceil(family.rows()) as u32, s.q_heads as u32, s.batch as u32];
@@ -742,6 +765,7 @@ impl DevicePlan {
             v: self.memory.read(self.at.v)?,
             mean_tiles: self.memory.read(self.at.mean_tiles)?,
             v_scale: self.memory.read(self.at.v_scale)?,
+            tensor_scales: self.tensor_scales()?,
         })
     }
 
@@ -775,6 +799,11 @@ impl DevicePlan {
 
     fn balance(&self) -> DevicePtr {
         if self.spec.recipe.qk == QkFormat::E4m3PerHead { self.ptr(self.at.balance) } else { 0 }
+    }
+
+    /// Where the block means lie before they are stored; 0 without demeaning.
+    fn block_means(&self) -> DevicePtr {
+        if self.spec.recipe.demean { self.ptr(self.at.block_means) } else { 0 }
     }
 
     fn order(&self) -> DevicePtr {
@@ -847,6 +876,8 @@ pub struct DeviceOperands {
     pub mean_tiles: Vec<u8>,
     /// f32 [batch, kv_heads, 128].
     pub v_scale: Vec<f32>,
+    /// Of NVFP4 the scales of the heads of Q, K and V; otherwise empty.
+    pub tensor_scales: [Vec<f32>; 3],
 }
 
 impl Sections {
@@ -854,8 +885,19 @@ impl Sections {
         let Sizes { q_heads, kv_heads, key_blocks, q_blocks, clusters, .. } = *sizes;
         let tokens = spec.shape.kv_tokens;
         let grouped = |count: usize| if clusters > 0 { count * kv_heads } else { 0 };
-        let wide = if spec.recipe.qk == QkFormat::F16 { 2 } else { 1 };
-        let scaled = |count: usize| if spec.recipe.qk == QkFormat::Int8 { count } else { 0 };
+        let fp4 = spec.recipe.qk == QkFormat::Nvfp4;
+        let (q_tile, k_tile, v_tile) = match spec.recipe.qk {
+            QkFormat::Nvfp4 => (tiles::Q_FP4_BYTES, tiles::K_FP4_BYTES, tiles::V_FP4_BYTES),
+            QkFormat::F16 => (tiles::Q_F16_BYTES, tiles::K_F16_BYTES, tiles::V_BYTES),
+            _ => (tiles::Q_E4M3_BYTES, tiles::K_E4M3_BYTES, tiles::V_BYTES),
+        };
+        // Scales of INT8 are many a head, of NVFP4 one.
+        let scaled = |count: usize, heads: usize| match spec.recipe.qk {
+            QkFormat::Int8 => count,
+            QkFormat::Nvfp4 => heads,
+            _ => 0,
+        };
+        let of_fp4 = |count: usize| if fp4 { count } else { 0 };
         let demeaned = |count: usize| if spec.recipe.demean { count * kv_heads } else { 0 };
         let runs = key_blocks + clusters;
         Self {
@@ -875,15 +917,21 @@ impl Sections {
             k_sums: layout.section::<f32>(kv_heads * key_blocks * HEAD_DIM),
             k_mean: layout.section::<f32>(kv_heads * HEAD_DIM),
             flags: layout.section::<u32>(2 * kv_heads),
-            q: layout.section::<u8>(q_heads * q_blocks * 2 * tiles::ROWS * HEAD_DIM * wide),
-            q_factor: layout.section::<f32>(scaled(q_heads * q_blocks * 2 * tiles::ROWS)),
-            k: layout.section::<u8>(kv_heads * key_blocks * tiles::KEYS * HEAD_DIM * wide),
-            k_scale: layout.section::<f32>(scaled(kv_heads * key_blocks * scale_groups::K_GROUPS)),
-            v: layout.section::<u8>(kv_heads * key_blocks * tiles::V_BYTES),
+            q_amax: layout.section::<u32>(of_fp4(q_heads)),
+            q: layout.section::<u8>(q_heads * q_blocks * 2 * q_tile),
+            q_factor: layout.section::<f32>(scaled(q_heads * q_blocks * 2 * tiles::ROWS, q_heads)),
+            k_amax: layout.section::<u32>(of_fp4(kv_heads)),
+            k: layout.section::<u8>(kv_heads * key_blocks * k_tile),
+            k_scale: layout.section::<f32>(scaled(kv_heads * key_blocks * scale_groups::K_GROUPS, kv_heads)),
+            v: layout.section::<u8>(kv_heads * key_blocks * v_tile),
+            v_tensor: layout.section::<f32>(of_fp4(kv_heads)),
             lse_shift: layout.section::<f32>(q_heads * spec.shape.q_tokens),
             block_means: layout.section::<f32>(demeaned(key_blocks * HEAD_DIM)),
-            mean_tiles: layout
-                .section::<u8>(demeaned(key_blocks.div_ceil(tiles::MEAN_BLOCKS) * tiles::MEAN_BYTES)),
+            mean_tiles: layout.section::<u8>(demeaned(if fp4 {
+                0
+            } else {
+                key_blocks.div_ceil(tiles::MEAN_BLOCKS) * tiles::MEAN_BYTES
+            })),
             v_amax: layout.section::<u32>(kv_heads * 2 * HEAD_DIM),
             v_scale: layout.section::<f32>(kv_heads * HEAD_DIM),
             shares: layout.section::<f32>(demeaned(key_blocks)),
@@ -913,18 +961,31 @@ fn names(spec: &Spec, device: &Device) -> Result<Names> {
     let Some((family, qk)) = family.and_then(|family| Some((family, family.qk(recipe)?))) else {
         return refuse(&format!("this format of Q and K (they take {})", device.kernels().takes()));
     };
-    let p = match recipe.p {
-        p if p == EXPCAST && recipe.row_sums == RowSums::Decoded => "expcast",
-        Probabilities::E4m3 { peak: 256.0 } if recipe.row_sums == RowSums::Exact => "exp2",
-        _ => {
+    let p = if family.fp4() {
+        if recipe.p != Probabilities::Nvfp4 || recipe.row_sums != RowSums::Decoded {
             return refuse(
-                "these probabilities (they take packed ExpCast at its own beta with decoded row sums, or exact exponentials with a peak of 256 and exact row sums)",
+                "these probabilities (beside NVFP4 Q and K they take NVFP4 with decoded row sums)",
             );
         }
+        if recipe.v != VFormat::Nvfp4 || recipe.rotate_v {
+            return refuse("this format of V (beside NVFP4 Q and K they take NVFP4, not rotated)");
+        }
+        ""
+    } else {
+        let p = match recipe.p {
+            p if p == EXPCAST && recipe.row_sums == RowSums::Decoded => "_expcast",
+            Probabilities::E4m3 { peak: 256.0 } if recipe.row_sums == RowSums::Exact => "_exp2",
+            _ => {
+                return refuse(
+                    "these probabilities (they take packed ExpCast at its own beta with decoded row sums, or exact exponentials with a peak of 256 and exact row sums)",
+                );
+            }
+        };
+        if recipe.v != VFormat::E4m3PerChannel || recipe.rotate_v {
+            return refuse("this format of V (they take E4M3 with a scale per channel, not rotated)");
+        }
+        p
     };
-    if recipe.v != VFormat::E4m3PerChannel || recipe.rotate_v {
-        return refuse("this format of V (they take E4M3 with a scale per channel, not rotated)");
-    }
     if !matches!(recipe.grouping.order, TokenOrder::Sequence | TokenOrder::KMeans) {
         return refuse("this token order (they take `sequence` and `kmeans`)");
     }
@@ -940,7 +1001,7 @@ fn names(spec: &Spec, device: &Device) -> Result<Names> {
             });
         }
     };
-    Ok(Names { input, qk, family, attention: format!("{}_{qk}_{p}_{means}", family.prefix()) })
+    Ok(Names { input, qk, family, attention: format!("{}_{qk}{p}_{means}", family.prefix()) })
 }
 
 /// What the kernels ask of shapes and strides.
