@@ -40,7 +40,12 @@ const NEAR: f64 = 0.02;
 /// of it, and the largest weight of a row cannot be the one) moves the sum by up to a sixteenth.
 const LSE: f64 = 0.065;
 
+/// Further distance of NVFP4: a score's last bits may put a probability on the neighboring code, which is up to a half more
+/// or less, or the scale of 16 of them, an eighth.
+const CODES: f64 = 0.03;
+
 pub fn check(d: &Distances, loose: f64, scores: f64, case: &str) {
+    let loose = if case.starts_with("vc4") { loose + CODES } else { loose };
     let allowed = 2.0 * d.cpu + FLOOR + loose;
     assert!(
         d.gpu <= allowed && d.between <= NEAR + loose && d.lse <= LSE && d.max_score <= 0.5 + 0.01 * scores,

@@ -12,6 +12,7 @@ mod attention;
 mod call;
 mod device;
 mod embedding;
+mod fp4;
 mod grouping;
 mod inputs;
 mod large;

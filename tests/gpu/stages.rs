@@ -19,7 +19,7 @@ const TYPES: [DType; 2] = [DType::Bf16, DType::F16];
 const DIMS: [usize; 6] = [40, 64, 72, 80, 96, 128];
 
 /// Compares elements and remembers what it saw.
-struct Comparison<'a> {
+pub struct Comparison<'a> {
     what: &'a str,
     compared: usize,
     differing: usize,
@@ -27,12 +27,12 @@ struct Comparison<'a> {
 }
 
 impl<'a> Comparison<'a> {
-    fn new(what: &'a str) -> Self {
+    pub fn new(what: &'a str) -> Self {
         Self { what, compared: 0, differing: 0, first: Vec::new() }
     }
 
     /// One element; `place` and `decode` are asked where bits differ.
-    fn bits(&mut self, got: u32, want: u32, decode: impl Fn(u32) -> f32, place: impl FnOnce() -> String) {
+    pub fn bits(&mut self, got: u32, want: u32, decode: impl Fn(u32) -> f32, place: impl FnOnce() -> String) {
         self.compared += 1;
         if got != want {
             self.differing += 1;
@@ -44,7 +44,7 @@ impl<'a> Comparison<'a> {
         }
     }
 
-    fn finish(self, case: &str) {
+    pub fn finish(self, case: &str) {
         let Self { what, compared, differing, first } = self;
         assert!(
             differing == 0,
@@ -399,6 +399,7 @@ mod comparison {
             v: Vec::new(),
             mean_tiles: Vec::new(),
             v_scale: Vec::new(),
+            tensor_scales: Default::default(),
         };
         let wide = format.width == 2;
         for head in 0..s.batch * s.q_heads {
