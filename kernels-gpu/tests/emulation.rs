@@ -3,7 +3,7 @@
 
 use half::f16;
 use kernels_gpu::emulation::{Fault, Launch, Memory, Schedule, Violation};
-use kernels_gpu::formats::e4m3;
+use kernels_gpu::formats::{e2m1, e4m3};
 use kernels_gpu::kernels::tiles::swizzle_128;
 use kernels_gpu::ptx::bulk_copy::global_to_shared;
 use kernels_gpu::ptx::collective::{lanes_before, matching, shuffle_up, sync_warp};
@@ -976,6 +976,68 @@ fn warp_products() {
         }
     })
     .expect("no fault");
+}
+
+fn eight_nibbles(row: usize, k: usize, seed: usize) -> u32 {
+    (0..8).fold(0, |word, i| word | u32::from(noise(row, k + i, seed) & 0xf) << (4 * i))
+}
+
+/// The scales of a row or column along k, as they lie in a register.
+fn four_scales(row: usize, seed: usize) -> u32 {
+    u32::from_le_bytes(std::array::from_fn(|i| 0x30 + (noise(row, i, seed) & 0x1f)))
+}
+
+/// Every pair of selectors against sums in f64; what they do not select is NaN.
+#[test]
+fn block_scaled_products() {
+    const UNREAD: u32 = 0x7f7f_7f7f;
+    launch(32, 0, || {
+        let (g, q) = (thread_idx_x() as usize % 32 / 4, thread_idx_x() as usize % 4);
+        let (a, b) = fragments(8, eight_nibbles);
+        let exact = |row: usize, column: usize| {
+            let element = |row, k, seed| f64::from(e2m1::decode(noise(row, k, seed) & 0xf));
+            let scale = |row, k: usize, seed| f64::from(e4m3::decode(four_scales(row, seed).to_le_bytes()[k / 16]));
+            let term = |k| element(row, k, 1) * scale(row, k, 3) * element(column, k, 2) * scale(column, k, 4);
+            (0..64).map(term).sum::<f64>()
+        };
+        macro_rules! check {
+            ($($lanes_a:literal $lane_b:literal)*) => {$(
+                let scales_a = if q / 2 == $lanes_a { four_scales(g + q % 2 * 8, 3) } else { UNREAD };
+                let scales_b = if q == $lane_b { four_scales(g, 4) } else { UNREAD };
+                let mut d = [0.5; 4];
+                gpu! { mma::m16n8k64_f32_nvfp4::<$lanes_a, $lane_b>(&mut d, a, scales_a, b, scales_b) };
+                for (i, d) in d.into_iter().enumerate() {
+                    let (row, column) = place_of(i);
+                    let want = 0.5 + exact(row, column);
+                    let off = (f64::from(d) - want).abs();
+                    assert!(off <= 1e-3, "selectors {} {}, row {row}, column {column}: {d}, not {want}", $lanes_a, $lane_b);
+                }
+            )*};
+        }
+        check!(0 0 0 1 0 2 0 3 1 0 1 1 1 2 1 3);
+    })
+    .expect("no fault");
+}
+
+#[test]
+fn selectors_are_those_of_the_whole_warp() {
+    let found = violation(32, 0, || {
+        let mut d = [0.0; 4];
+        gpu! {
+            if thread_idx_x() == 3 {
+                mma::m16n8k64_f32_nvfp4::<0, 1>(&mut d, [0; 4], 0, [0; 2], 0);
+            } else {
+                mma::m16n8k64_f32_nvfp4::<0, 0>(&mut d, [0; 4], 0, [0; 2], 0);
+            }
+        }
+    });
+    assert_violation!(found, Violation::Diverged { .. });
+}
+
+#[test]
+fn nibbles_lie_in_order() {
+    let x = [0.0, 0.5, 1.0, -1.5, 2.0, 3.0, -4.0, 100.0];
+    assert_eq!(convert::e2m1x8(x), 0x7e54_b210);
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! One attention call three ways: the kernel under emulation, the CPU backend, and f64 on the same operands; and the
 //! properties that every attention kernel has ([`checks`]).
 
+#[allow(dead_code, reason = "each test program has its kernel")]
 pub mod checks;
 pub mod fp4;
 
@@ -409,6 +410,7 @@ impl Tiles {
             demean: case.smooth,
             scale,
             schedule: case.schedule,
+            broken: None,
         };
         let made = call.quantize();
         let context = format!("{case:?}");

@@ -59,15 +59,16 @@ fn compare(case: &str, twin: &Twin, operands: &DeviceOperands) {
         to.bits((got + 0.0).to_bits(), (want + 0.0).to_bits(), f32::from_bits, || place);
     };
     let q_rows = s.q_tokens.next_multiple_of(2 * ROWS);
-    for head in 0..s.batch * s.q_heads {
+    for (head, &tensor) in q_scales.iter().enumerate() {
         let want = codes(head / s.q_heads, head % s.q_heads).q;
         for (row, c) in (0..q_rows).flat_map(|row| (0..HEAD_DIM).map(move |c| (row, c))) {
             let tile = &operands.q[(head * q_rows + row) / ROWS * Q_FP4_BYTES..];
             let want = if row < s.q_tokens && c < qk_dim { want[row * qk_dim + c] } else { 0.0 };
-            let got = value(tile, ROWS, row % ROWS, c, q_scales[head]);
+            let got = value(tile, ROWS, row % ROWS, c, tensor);
             compare(&mut q, got, want, format!("head {head} row {row} channel {c}"));
         }
     }
+    assert_eq!(q_scales.len(), s.batch * s.q_heads, "{case}: scales of Q");
     let blocks = s.kv_tokens.div_ceil(KEYS);
     for index in 0..s.batch * s.kv_heads {
         let codes = codes(index / s.kv_heads, index % s.kv_heads * (s.q_heads / s.kv_heads));

@@ -18,7 +18,8 @@ use serde::Deserialize;
 use crate::root;
 
 /// Tests that mutants are held against; the first unless one says otherwise.
-const TESTS: &[&str] = &["emulated_attention", "emulated_mma", "emulated_preprocessing", "emulated_sm100"];
+const TESTS: &[&str] =
+    &["emulated_attention", "emulated_fp4", "emulated_mma", "emulated_preprocessing", "emulated_sm100"];
 
 /// Longer than the tests take on any machine: a mutant that loops is caught by it.
 const LIMIT: Duration = Duration::from_secs(900);

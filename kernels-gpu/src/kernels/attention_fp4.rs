@@ -52,6 +52,7 @@ use crate::ptx::collective::sync_threads;
 use crate::ptx::f16x2::{self, splat};
 use crate::ptx::ldmatrix::load_x4;
 use crate::ptx::memory::{load_shared_v4, store_shared_v4};
+use crate::ptx::quotient::correct_quotient;
 use crate::ptx::shuffle::shuffle_xor;
 use crate::ptx::special::thread_idx_x;
 use crate::ptx::{SharedAddr, convert, mma, shared};
@@ -537,8 +538,13 @@ unsafe fn quantize(p: &[f32; 8]) -> ([f32; 8], u32, f32) {
     let byte = if amax > 0.0 { rounded.max(1) } else { 0 };
     let unit = e4m3::decode_magnitude(byte);
     let reciprocal = if byte > 0 { 1.0 / unit } else { 0.0 };
-    let divisor = Divisor { scaled: unit, reciprocal, up: 1.0 };
-    (p.map(|p| divisor.divide_scaled(p)), byte, unit)
+    let mut elements = [0.0; 8];
+    for (element, &p) in elements.iter_mut().zip(p) {
+        // Corrected once the quotient may be a neighbor of the nearest float, but not on the other side of a boundary: those
+        // are exact multiples of the unit.
+        *element = correct_quotient(p * reciprocal, p, unit, reciprocal);
+    }
+    (elements, byte, unit)
 }
 
 /// Half of a lane's probabilities of 64 keys in a row, quantized, and the byte of their scale. A function, because a
@@ -714,3 +720,87 @@ entry!(attention_fp4_native_plain, Native, false);
 entry!(attention_fp4_decoded_smooth, Decoded, true);
 #[cfg(any(not(attention = "sm120"), not(target_arch = "nvptx64")))]
 entry!(attention_fp4_decoded_plain, Decoded, false);
+
+#[cfg(all(test, feature = "emulation"))]
+mod tests {
+    extern crate std;
+    use std::vec::Vec;
+
+    use super::*;
+    use crate::emulation::{Launch, Memory};
+    use crate::formats::nvfp4;
+
+    /// Blocks of 16 probabilities: of any size, with values on the boundaries of their codes, none, and too small for a scale.
+    fn blocks() -> Vec<[f32; 16]> {
+        let mut state = 1u32;
+        let mut random = move || {
+            state = state.wrapping_mul(747_796_405).wrapping_add(2_891_336_453);
+            (state >> 8) as f32 / 16_777_216.0
+        };
+        let mut blocks = Vec::from([[0.0; 16], [1e-30; 16], [PEAK; 16]]);
+        for exponent in -30..12 {
+            for _ in 0..40 {
+                blocks.push(core::array::from_fn(|_| (random() * 2f32.powi(exponent)).min(PEAK)));
+            }
+        }
+        for byte in 1..=0x7e {
+            let unit = e4m3::decode(byte);
+            // The largest gives the scale, the others are ties and their neighbors.
+            let ties = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0].map(|tie: f32| tie * unit);
+            let near =
+                ties.map(|tie| [tie, f32::from_bits(tie.to_bits() + 1), f32::from_bits(tie.to_bits() - 1)]);
+            let mut values = near.into_iter().flatten();
+            for _ in 0..2 {
+                let mut block: [f32; 16] = core::array::from_fn(|_| values.next().unwrap_or(0.0));
+                block[15] = 6.0 * unit;
+                blocks.push(block);
+            }
+        }
+        blocks
+    }
+
+    /// Scale and codes of probabilities are those of `nvfp4`, whose operations are other ones.
+    #[test]
+    fn probabilities_have_the_bits_of_nvfp4() {
+        let blocks = blocks();
+        Launch::new(32, 0)
+            .run(&Memory::new(), || {
+                for group in blocks.chunks(16) {
+                    // Two neighboring lanes have a block.
+                    let lane = thread_idx_x() as usize;
+                    let block = group.get(lane / 2).copied().unwrap_or([0.0; 16]);
+                    let own: [f32; 8] = core::array::from_fn(|i| block[lane % 2 * 8 + i]);
+                    // SAFETY: the whole warp is here.
+                    let (elements, byte, unit) = unsafe { quantize(&own) };
+                    let (want_byte, packed) = nvfp4::quantize_block(&block, 1.0);
+                    assert_eq!(byte, u32::from(want_byte), "{block:?}");
+                    assert_eq!(unit, e4m3::decode(want_byte));
+                    let half: [u8; 4] = core::array::from_fn(|i| packed[lane % 2 * 4 + i]);
+                    assert_eq!(Native::rounded(&elements, unit), u32::from_le_bytes(half), "{block:?}");
+                    // In f16 they are what they stand for, as operands that were stored.
+                    assert_eq!(
+                        Decoded::rounded(&elements, unit),
+                        Decoded::stored(u32::from_le_bytes(half), want_byte),
+                        "{block:?}"
+                    );
+                }
+            })
+            .expect("no fault");
+    }
+
+    /// Every element under every scale is exact in f16, with the factor that products make up for.
+    #[test]
+    fn decoding_is_exact() {
+        for byte in 0..=0x7e {
+            let scale = Decoded::scale(u32::from(byte));
+            for nibble in 0..16 {
+                let word = u32::from(nibble) * 0x1_0001;
+                let decoded = f16x2::mul(Decoded::pair(word, 0), scale);
+                let want = e2m1::decode(nibble) * e4m3::decode(byte);
+                let (low, high) = convert::f32_of_f16x2(decoded);
+                assert_eq!([low * Decoded::GAIN, high * Decoded::GAIN], [want; 2], "{nibble:x} {byte:x}");
+            }
+        }
+        assert!(convert::f32_of_f16x2(Decoded::stored(0x2222_2222, e4m3::NAN)[0]).0.is_nan());
+    }
+}
