@@ -33,6 +33,14 @@ impl Compute {
         }
     }
 
+    /// Name of the backend.
+    pub fn backend(&self) -> &'static str {
+        match self {
+            Compute::Cpu => Cpu.name(),
+            Compute::Gpu(gpu) => gpu.name(),
+        }
+    }
+
     /// In words.
     pub fn device(&self) -> String {
         match self {
