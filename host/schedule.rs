@@ -422,17 +422,10 @@ impl<B: Backend> Schedule<B> {
         let plan = Plan::new(problem, &recipe, options)?;
         let start = Instant::now();
         let warm = self.sites.config.warm;
-        let restore = || self.sites.kept(site).map(|kept| backend.restore(&plan, problem, kept)).transpose();
-        let order = match decision.source {
-            Source::Reused => restore()?,
-            Source::Early | Source::Warm if warm => {
-                Some(backend.group(&plan, problem, restore()?.as_ref())?)
-            }
-            _ => None,
-        };
-        let order = match order {
-            Some(order) => order,
-            None => backend.group(&plan, problem, None)?,
+        let order = match (decision.source, self.sites.kept(site)) {
+            (Source::Reused, Some(kept)) => backend.restore(&plan, problem, kept)?,
+            (Source::Early | Source::Warm, Some(kept)) if warm => backend.refresh(&plan, problem, kept)?,
+            _ => backend.group(&plan, problem, None)?,
         };
         let kept = decision.source.groups().then(|| backend.keep(&order)).transpose()?;
         let group = start.elapsed();

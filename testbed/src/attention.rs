@@ -4,10 +4,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use candle_core::{DType, Tensor};
-use vc_attention::Shape;
 use vc_attention::backend::Backend;
 use vc_attention::backend::cpu::Cpu;
-use vc_attention::backend::cuda::{Cuda, DevicePlan, PROMOTE, Spec};
+use vc_attention::backend::cuda::Cuda;
 use vc_attention_candle::{Counts, Denoising, Options, Recipe, Site, VcAttention};
 
 use crate::model::Attend;
@@ -120,25 +119,6 @@ impl Attend for RowAttention {
         self.shares.extend(observed.and_then(|observed| observed.mean_share));
         Ok(o.to_dtype(DType::F32)?)
     }
-}
-
-/// Whether the kernels of a GPU cover a recipe, for heads of 128 channels in bf16.
-pub fn covers(gpu: &Cuda, recipe: &Recipe) -> bool {
-    let shape = Shape { batch: 1, q_heads: 1, kv_heads: 1, q_tokens: 1, kv_tokens: 1, head_dim: 128 };
-    let row = [128; 3];
-    let spec = Spec {
-        shape,
-        recipe: recipe.clone(),
-        scale: 1.0,
-        input: vc_attention::DType::Bf16,
-        output: vc_attention::DType::Bf16,
-        q: row,
-        k: row,
-        v: row,
-        o: row,
-        promote: PROMOTE,
-    };
-    DevicePlan::check(gpu.gpu(), &spec).is_ok()
 }
 
 /// 1 / sqrt(head_dim).

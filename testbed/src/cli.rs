@@ -12,9 +12,10 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
 use indicatif::{ProgressBar, ProgressStyle};
+use vc_attention::DType;
 use vc_attention::Recipe;
-use vc_attention::backend::cuda::{Cuda, driver_present};
-use vc_testbed::attention::{Compute, RowAttention, covers};
+use vc_attention::backend::cuda::{Cuda, DevicePlan, driver_present};
+use vc_testbed::attention::{Compute, RowAttention};
 use vc_testbed::bundle::Bundle;
 use vc_testbed::clip::{self, Distance};
 use vc_testbed::picture::{self, Dot};
@@ -101,8 +102,10 @@ impl BackendName {
         }
     }
 
-    /// Where a row runs.
-    fn compute(self, gpu: Option<&Cuda>, row: &Row) -> Compute {
+    /// Where a row runs, on heads of `head_dim` channels.
+    fn compute(self, gpu: Option<&Cuda>, row: &Row, head_dim: usize) -> Compute {
+        let covers =
+            |gpu: &Cuda, recipe| DevicePlan::covers(gpu.gpu(), recipe, head_dim, DType::Bf16).is_ok();
         match gpu {
             Some(gpu)
                 if self == BackendName::Cuda
@@ -212,7 +215,7 @@ fn generate(bundle: &Bundle, options: &Generate) -> Result<()> {
     let sampler = Sampler { steps, guidance, ..bundle.sampler };
     let gpu = options.backend.gpu()?;
     let plan = |row: &Row| {
-        let compute = options.backend.compute(gpu.as_ref(), row);
+        let compute = options.backend.compute(gpu.as_ref(), row, config.dim / config.heads);
         let setting = Setting { row: row.name.clone(), steps, guidance, backend: compute.backend().into() };
         (row.clone(), compute, setting)
     };

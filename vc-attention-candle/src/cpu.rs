@@ -63,18 +63,16 @@ where
         return backend.group(plan, problem, None);
     };
     let made = Made::new(DeviceLocation::Cpu, &plan.shape, &op.options);
-    let kept = match order.start(*grouping, &made)? {
-        Some(Labels::Cpu(kept)) => Some(backend.restore(plan, problem, &kept)?),
-        _ => None,
-    };
-    match kept {
-        Some(orders) if *grouping == Grouping::Reuse => Ok(orders),
-        start => {
-            let orders = backend.group(plan, problem, start.as_ref())?;
-            order.keep(made, Labels::Cpu(Arc::new(backend.keep(&orders)?)));
-            Ok(orders)
+    let orders = match order.start(*grouping, &made)? {
+        Some(Labels::Cpu(kept)) if *grouping == Grouping::Reuse => {
+            return backend.restore(plan, problem, &kept);
         }
-    }
+        Some(Labels::Cpu(kept)) => backend.refresh(plan, problem, &kept)?,
+        // Labels of another place do not start anything here; `start` gives none.
+        _ => backend.group(plan, problem, None)?,
+    };
+    order.keep(made, Labels::Cpu(Arc::new(backend.keep(&orders)?)));
+    Ok(orders)
 }
 
 /// (batch, heads, tokens, dim) to the storage of (batch, tokens, heads, dim).

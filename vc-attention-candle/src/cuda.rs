@@ -100,24 +100,11 @@ fn kernels(device: &CudaDevice) -> Result<Arc<cuda::Device>> {
 
 pub(crate) fn supports(
     device: &CudaDevice,
-    shape: vc_attention::Shape,
+    head_dim: usize,
     input: vc_attention::DType,
     recipe: &Recipe,
 ) -> Result<()> {
-    let row = [shape.head_dim as i64; 3];
-    let spec = Spec {
-        shape,
-        recipe: recipe.clone(),
-        scale: 1.0,
-        input,
-        output: input,
-        q: row,
-        k: row,
-        v: row,
-        o: row,
-        promote: PROMOTE,
-    };
-    DevicePlan::check(&*kernels(device)?, &spec).map_err(to_candle)
+    DevicePlan::covers(&*kernels(device)?, recipe, head_dim, input).map_err(to_candle)
 }
 
 pub(crate) fn forward(op: &Op, storages: Storages<CudaStorage>) -> Result<Forward> {

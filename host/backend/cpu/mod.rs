@@ -331,9 +331,9 @@ impl Backend for Cpu {
         Ok(Output { o, lse: plan.options.lse.then_some(lse), observed })
     }
 
-    fn mean_share(&self, v: &Values) -> Option<f64> {
+    fn mean_share(&self, v: &Values) -> Result<Option<f64>> {
         let shares: Vec<f64> = v.heads.iter().flat_map(|v| v.shares.iter().copied()).collect();
-        (!shares.is_empty()).then(|| shares.iter().sum::<f64>() / shares.len() as f64)
+        Ok((!shares.is_empty()).then(|| shares.iter().sum::<f64>() / shares.len() as f64))
     }
 }
 
