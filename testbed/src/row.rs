@@ -13,7 +13,7 @@ use vc_attention::{Error, Recipe};
 /// The keys of a row and their values, for help texts.
 pub const KEYS: &str = "\
 window=first:N|every:N|all  steps that group: the first N (default: a quarter), every Nth, all
-refresh=N                   steps that one order serves (default 4)
+refresh=N                   steps that one order serves (default 4; with every:N it is N)
 demean=always|window        steps that subtract block means (default always)
 warm=on|off                 refreshes start from the clusters before (default on)
 drift=F                     refresh early once the means' energy falls below F of what it was (default off)

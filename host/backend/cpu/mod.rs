@@ -248,7 +248,7 @@ impl Backend for Cpu {
     }
 
     fn kept_bytes(kept: &Vec<KeptOrder>) -> usize {
-        kept.iter().map(|kept| size_of::<KeptOrder>() + kept.bytes()).sum()
+        KeptOrder::bytes_of(kept)
     }
 
     fn prepare_q(&self, plan: &Plan, problem: &Problem, _: &Orders) -> Result<Queries> {

@@ -232,7 +232,7 @@ impl Backend for Cuda {
     }
 
     fn kept_bytes(kept: &Vec<KeptOrder>) -> usize {
-        kept.iter().map(|kept| size_of::<KeptOrder>() + kept.bytes()).sum()
+        KeptOrder::bytes_of(kept)
     }
 
     fn prepare_q(&self, _: &Plan, _: &Problem, order: &Session) -> Result<OnDevice> {
