@@ -63,6 +63,7 @@ unsafe fn give<T>(to: *mut T, value: T) -> c_int {
 
 static NOW: AtomicUsize = AtomicUsize::new(0);
 static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
+static ATTENTIONS: AtomicUsize = AtomicUsize::new(0);
 thread_local! {
     /// The current context, as the real driver has it: of a thread.
     static CONTEXT: Cell<*mut c_void> = const { Cell::new(ptr::null_mut()) };
@@ -78,7 +79,7 @@ pub extern "C" fn fake_allocations() -> usize {
     ALLOCATIONS.load(Ordering::Relaxed)
 }
 
-/// What a kernel leaves under `traces` and `loud`: an assignment moves the first token to cluster 1; the attention (of
+/// What a kernel leaves where that is asked for (see `cuLaunchKernel`): an assignment moves the first token to cluster 1; the attention (of
 /// Hopper) writes a 1 of its output type, and under `loud` a score beyond f16.
 unsafe fn launched(name: &CStr, parameters: *mut *mut c_void) {
     let name = name.to_bytes();
@@ -194,7 +195,12 @@ entries! {
         if !in_context() {
             return INVALID_CONTEXT;
         }
-        if is("traces") || is("loud") {
+        let attends = CStr::from_ptr(function.cast()).to_bytes().starts_with(b"attention_");
+        // The second attention of a process.
+        if attends && is("second-attention-fails") && ATTENTIONS.fetch_add(1, Ordering::Relaxed) == 1 {
+            return ILLEGAL_ADDRESS;
+        }
+        if is("traces") || is("loud") || is("second-attention-fails") {
             launched(CStr::from_ptr(function.cast()), parameters);
         }
         SUCCESS

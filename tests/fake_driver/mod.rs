@@ -2,7 +2,6 @@
 
 #![allow(dead_code, reason = "not every test uses all of it")]
 
-use std::path::Path;
 use std::process::Command;
 use std::sync::LazyLock;
 
@@ -11,7 +10,8 @@ use tempfile::TempDir;
 /// The folder that holds the faked `libcuda.so`.
 pub static DRIVER: LazyLock<TempDir> = LazyLock::new(|| {
     let folder = tempfile::tempdir().unwrap();
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake_driver/libcuda.rs");
+    let source = folder.path().join("libcuda.rs");
+    std::fs::write(&source, include_str!("libcuda.rs")).unwrap();
     let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
     let status = Command::new(rustc)
         .args(["--edition=2024", "--crate-type=cdylib", "-Copt-level=1", "-o"])
