@@ -183,7 +183,12 @@ fn doctor_reads_the_kernels_back() {
     assert_eq!(cuda["gpus"][0]["compute_capability"], "9.0");
     let kernels = cuda["loaded"]["kernels"].as_array().unwrap();
     let hopper = cuda["embedded"].as_array().unwrap().iter().find(|image| image["arch"] == "sm_90a").unwrap();
-    assert_eq!(kernels.len() as u64, hopper["kernels"].as_u64().unwrap());
+    // And the warp-level ones beside, for INT8.
+    let warp_level =
+        kernels.iter().filter(|kernel| kernel["name"].as_str().unwrap().starts_with("attention_mma"));
+    let warp_level = warp_level.count();
+    assert!(warp_level > 0);
+    assert_eq!((kernels.len() - warp_level) as u64, hopper["kernels"].as_u64().unwrap());
     assert_eq!((&kernels[0]["registers"], &kernels[0]["local_bytes"]), (&168.into(), &0.into()));
     assert_eq!(report["missing"], serde_json::json!([]));
 
@@ -203,6 +208,7 @@ fn each_gpu_has_its_kernels() {
     let input = input(&folder, DType::Bf16);
     for (gpu, capability, arch, attention) in [
         ("", "9.0", "sm_90a", "attention_sm90_f16_expcast_smooth"),
+        ("", "9.0", "sm_90a", "attention_mma_i8_expcast_smooth"),
         ("ada", "8.9", "sm_89", "attention_mma_i8_expcast_smooth"),
         ("rtx-blackwell", "12.0", "sm_120a", "attention_mma_i8_expcast_smooth"),
         ("b200", "10.0", "sm_100a", "attention_sm100_i8_expcast_smooth"),
@@ -219,18 +225,23 @@ fn each_gpu_has_its_kernels() {
         assert!(names.iter().any(|name| **name == attention), "{gpu}: {names:?}");
         let rows = cuda["dispatch"].as_array().unwrap();
         let here: Vec<_> = rows.iter().filter(|row| row["runs_here"] == true).collect();
-        assert_eq!(here.len(), usize::from(gpu != "later"), "{gpu}");
-        for row in here {
+        // Hopper has a second module, for INT8.
+        assert_eq!(
+            here.len(),
+            [1, 2, 0][usize::from(gpu.is_empty()) + 2 * usize::from(gpu == "later")],
+            "{gpu}"
+        );
+        for (row, arch) in here.into_iter().zip([arch, "sm_89"]) {
             assert_eq!((&row["arch"], &row["default_recipe"]), (&arch.into(), &"vc16-expcast".into()));
             let untested = row["state"] == "logic emulated, instruction text assembled only";
-            assert_eq!(untested, !gpu.is_empty(), "{gpu}: {row}");
+            assert_eq!(untested, !gpu.is_empty() || arch == "sm_89", "{gpu}: {row}");
         }
-        // INT8 has no kernel on Hopper and no products on B300.
+        // There are no INT8 products on B300.
         for recipe in ["vc8", "vc8-expcast", "vc8-fp8qk", "vc16", "vc16-expcast+demean=off"] {
             let mut attend = vca(gpu);
             attend.arg("attend").arg(&input).arg("-o").arg(folder.path().join("out.safetensors"));
             attend.args(["--recipe", recipe, "--backend", "cuda"]);
-            if ["", "b300"].contains(&gpu) && ["vc8", "vc8-expcast"].contains(&recipe) {
+            if gpu == "b300" && ["vc8", "vc8-expcast"].contains(&recipe) {
                 fails(&mut attend, 2, &[recipe, "GPU kernels do not cover", "f16 or e4m3-head"]);
             } else {
                 assert!(succeeds(&mut attend).0.contains("on Fake GPU"), "{gpu}: {recipe}");

@@ -72,14 +72,14 @@ struct Embedded {
     min_driver: &'static str,
 }
 
-/// GPUs that are served alike.
-#[derive(Serialize)]
+/// GPUs that are served alike, by one of their modules.
+#[derive(Clone, Serialize)]
 struct Row {
     compute_capabilities: Vec<String>,
     gpus: &'static str,
     /// Architecture of their kernels; none where they are not supported.
     arch: Option<&'static str>,
-    recipes: &'static [&'static str],
+    recipes: Vec<&'static str>,
     default_recipe: Option<&'static str>,
     /// Whether the kernels that this machine's GPU loaded are these.
     runs_here: bool,
@@ -179,7 +179,7 @@ fn cuda(missing: &mut Vec<String>) -> (Cuda, Option<String>) {
                 Embedded { arch: image.arch, kernels, min_cuda, min_driver }
             })
             .collect(),
-        dispatch: cuda::TABLE.iter().map(row).collect(),
+        dispatch: cuda::TABLE.iter().flat_map(rows).collect(),
         ..Cuda::default()
     };
     if images.is_empty() {
@@ -217,6 +217,9 @@ fn cuda(missing: &mut Vec<String>) -> (Cuda, Option<String>) {
         if found.loaded.is_none() {
             match cuda::Cuda::new(gpu.ordinal) {
                 Ok(opened) => {
+                    if let Err(error) = opened.gpu().load_all() {
+                        missing.push(format!("GPU {}: {error}.", gpu.ordinal));
+                    }
                     device = Some(opened.device());
                     let (major, minor) = gpu.capability;
                     let mine = format!("{major}.{minor}");
@@ -238,19 +241,30 @@ fn cuda(missing: &mut Vec<String>) -> (Cuda, Option<String>) {
     (found, device)
 }
 
-/// A row of the dispatch table.
+/// A row of the dispatch table, module by module.
 #[cfg(feature = "cuda")]
-fn row(row: &vc_attention::backend::cuda::Row) -> Row {
-    let kernels = row.kernels.ok();
-    Row {
+fn rows(row: &vc_attention::backend::cuda::Row) -> Vec<Row> {
+    let unsupported = Row {
         compute_capabilities: row.capabilities.iter().map(|(x, y)| format!("{x}.{y}")).collect(),
         gpus: row.gpus,
-        arch: kernels.map(|k| k.arch),
-        recipes: kernels.map_or(&[], |k| k.family.recipes()),
-        default_recipe: kernels.map(|k| k.default_recipe),
+        arch: None,
+        recipes: Vec::new(),
+        default_recipe: None,
         runs_here: false,
-        state: row.kernels.map_or_else(|why| format!("not supported: {why}"), |k| k.state.describe()),
-    }
+        state: String::new(),
+    };
+    let kernels = match row.kernels {
+        Ok(kernels) => kernels,
+        Err(why) => return vec![Row { state: format!("not supported: {why}"), ..unsupported }],
+    };
+    let module = |(index, module): (usize, &vc_attention::backend::cuda::Module)| Row {
+        arch: Some(module.arch),
+        recipes: kernels.recipes(index),
+        default_recipe: Some(kernels.default_recipe),
+        state: module.state.describe(),
+        ..unsupported.clone()
+    };
+    kernels.modules.iter().enumerate().map(module).collect()
 }
 
 /// What to do where there is no driver library.
@@ -276,7 +290,6 @@ fn no_driver(found: &Cuda) -> String {
 fn loaded(ordinal: usize, device: &vc_attention::backend::cuda::Device, missing: &mut Vec<String>) -> Loaded {
     let kernels: Vec<Kernel> = device
         .functions()
-        .iter()
         .map(|function| Kernel {
             name: function.entry.name,
             threads: function.entry.threads,
@@ -396,7 +409,7 @@ fn text(report: &Report) -> String {
         text += &format!("\n{kernels}\n");
     }
     if !cuda.dispatch.is_empty() {
-        text += "\nWhich GPU runs what\n";
+        text += "\nWhich GPU runs what (other recipes run on the CPU)\n";
     }
     for row in &cuda.dispatch {
         let capabilities = row.compute_capabilities.join(", ");
@@ -404,7 +417,7 @@ fn text(report: &Report) -> String {
         text += &format!("  {} (compute capability {capabilities}): {state}\n", row.gpus);
         if let (Some(arch), Some(default)) = (row.arch, row.default_recipe) {
             let recipes = row.recipes.join(", ");
-            text += &format!("    kernels for {arch}; {recipes}; default {default}; others on the CPU\n");
+            text += &format!("    kernels for {arch}; {recipes}; default {default}\n");
         }
     }
     text += "\nWhat is missing\n";

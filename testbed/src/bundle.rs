@@ -33,23 +33,23 @@ impl Bundle {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("data")
     }
 
-    /// Reads `model.safetensors` and `reference.safetensors` in `folder`.
+    /// Reads `model.safetensors` in `folder` onto a device, and `reference.safetensors` into host memory.
     ///
     /// # Errors
     /// When a file is missing or not what it should be.
-    pub fn open(folder: &Path) -> Result<Self> {
+    pub fn open(folder: &Path, device: &Device) -> Result<Self> {
         let path = folder.join("model.safetensors");
         let weights = fs::read(&path).with_context(|| path.display().to_string())?;
-        Self::read(&weights, &folder.join("reference.safetensors"))
+        Self::read(&weights, &folder.join("reference.safetensors"), device)
             .with_context(|| path.display().to_string())
     }
 
-    fn read(weights: &[u8], reference: &Path) -> Result<Self> {
+    fn read(weights: &[u8], reference: &Path, device: &Device) -> Result<Self> {
         let (_, header) = SafeTensors::read_metadata(weights)?;
         let metadata = header.metadata().as_ref().context("weights without metadata")?;
         let entry = |key: &str| metadata.get(key).with_context(|| format!("weights without `{key}`"));
         let config: Config = serde_json::from_str(entry("config")?)?;
-        let weights = VarBuilder::from_slice_safetensors(weights, DType::F32, &Device::Cpu)?;
+        let weights = VarBuilder::from_slice_safetensors(weights, DType::F32, device)?;
         Ok(Self {
             model: Model::new(config, &weights)?,
             sampler: serde_json::from_str(entry("sampler")?)?,

@@ -7,17 +7,21 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
+#[cfg(feature = "cuda")]
+use candle_core::DType;
 use candle_core::{Device, Tensor};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
 use indicatif::{ProgressBar, ProgressStyle};
-use vc_attention::DType;
 use vc_attention::Recipe;
 use vc_attention::backend::cuda::{Cuda, DevicePlan, driver_present};
-use vc_testbed::attention::{Compute, RowAttention};
+#[cfg(feature = "cuda")]
+use vc_attention_candle::supports;
+use vc_testbed::attention::{Compute, EXACT, RowAttention};
 use vc_testbed::bundle::Bundle;
 use vc_testbed::clip::{self, Distance};
+use vc_testbed::model::Model;
 use vc_testbed::picture::{self, Dot};
 use vc_testbed::probe;
 use vc_testbed::record::{self, Entry, Record, Setting};
@@ -26,7 +30,7 @@ use vc_testbed::sampler::Sampler;
 use vc_testbed::statistics::{FEWEST, Mean, Summary};
 
 /// What every other row is compared with.
-const REFERENCE: &str = "exact";
+const REFERENCE: &str = EXACT;
 
 #[derive(Parser)]
 #[command(name = "vc-testbed", version, about, max_term_width = 100)]
@@ -72,8 +76,8 @@ struct Generate {
     /// Measure only: no clips, animations and sheets.
     #[arg(long)]
     no_pictures: bool,
-    /// Where the attention runs; the rest of the model runs on the CPU. `auto`: on a GPU where there is one, rows that its
-    /// kernels do not cover on the CPU. `cuda`: on the GPU or not at all.
+    /// Where the attention runs; the rest of the model runs on the CPU, or with the feature `cuda` on the GPU too. `auto`:
+    /// on a GPU where there is one, rows that its kernels do not cover on the CPU. `cuda`: on the GPU or not at all.
     #[arg(long, value_enum, default_value_t = BackendName::Auto)]
     backend: BackendName,
     /// Folder for what comes out.
@@ -102,10 +106,32 @@ impl BackendName {
         }
     }
 
-    /// Where a row runs, on heads of `head_dim` channels.
-    fn compute(self, gpu: Option<&Cuda>, row: &Row, head_dim: usize) -> Compute {
-        let covers =
-            |gpu: &Cuda, recipe| DevicePlan::covers(gpu.gpu(), recipe, head_dim, DType::Bf16).is_ok();
+    /// Where the model runs: with the feature `cuda` on a GPU, if one is wanted and there.
+    fn model_device(self) -> Result<Device> {
+        match self {
+            #[cfg(feature = "cuda")]
+            BackendName::Cuda => Ok(Device::new_cuda(0)?),
+            #[cfg(feature = "cuda")]
+            BackendName::Auto if driver_present() => Ok(Device::new_cuda(0).unwrap_or(Device::Cpu)),
+            _ => Ok(Device::Cpu),
+        }
+    }
+
+    /// Where the attention of a row runs.
+    fn compute(self, model: &Model, gpu: Option<&Cuda>, row: &Row) -> Compute {
+        let head_dim = model.config().dim / model.config().heads;
+        #[cfg(feature = "cuda")]
+        if model.device().is_cuda() {
+            let device = model.device();
+            let runs = |recipe: &Recipe| {
+                let supported = || supports(device, DType::BF16, head_dim, recipe).is_ok();
+                recipe.name == EXACT || row.narrow && supported()
+            };
+            return if row.recipes().all(runs) { Compute::Model(device.clone()) } else { Compute::Cpu };
+        }
+        let covers = |gpu: &Cuda, recipe| {
+            DevicePlan::covers(gpu.gpu(), recipe, head_dim, vc_attention::DType::Bf16).is_ok()
+        };
         match gpu {
             Some(gpu)
                 if self == BackendName::Cuda
@@ -149,6 +175,9 @@ struct Check {
     /// Stop behind this step (the reference has states behind steps 0, 10 and 20, and clips of 40 steps).
     #[arg(long, default_value_t = 40, value_name = "N")]
     steps: usize,
+    /// Where the model runs; on a GPU it takes the feature `cuda`.
+    #[arg(long, value_enum, default_value_t = BackendName::Auto)]
+    backend: BackendName,
 }
 
 /// `0,3,8-15`.
@@ -167,12 +196,18 @@ fn list(text: &str) -> Result<Vec<usize>> {
 /// Runs the program.
 pub fn run() -> ExitCode {
     let Cli { data, command } = Cli::parse();
-    let bundle = || Bundle::open(&data.unwrap_or_else(Bundle::folder));
+    let bundle = |device: &Device| Bundle::open(&data.unwrap_or_else(Bundle::folder), device);
     let done = match command {
-        Command::Generate(options) => bundle().and_then(|bundle| generate(&bundle, &options)),
+        Command::Generate(options) => {
+            let device = options.backend.model_device();
+            device.and_then(|device| generate(&bundle(&device)?, &options))
+        }
         Command::Table(options) => summarize(&options),
-        Command::Probe(options) => bundle().and_then(|bundle| show_probe(&bundle, &options)),
-        Command::Check(options) => bundle().and_then(|bundle| check(&bundle, &options)),
+        Command::Probe(options) => bundle(&Device::Cpu).and_then(|bundle| show_probe(&bundle, &options)),
+        Command::Check(options) => {
+            let device = options.backend.model_device();
+            device.and_then(|device| check(&bundle(&device)?, &options))
+        }
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
@@ -213,11 +248,15 @@ fn generate(bundle: &Bundle, options: &Generate) -> Result<()> {
     let config = bundle.model.config();
     options.rows.iter().try_for_each(|row| row.fits(steps, config.depth))?;
     let sampler = Sampler { steps, guidance, ..bundle.sampler };
-    let gpu = options.backend.gpu()?;
+    let model = &bundle.model;
+    let gpu = if model.device().is_cpu() { options.backend.gpu()? } else { None };
+    let reference: Row = REFERENCE.parse()?;
+    // What the reference is called on disk: the model's own arithmetic is in it.
+    let exact_name = format!("{REFERENCE}{}", on_gpu(model));
     let plan = |row: &Row| {
-        let compute = options.backend.compute(gpu.as_ref(), row, config.dim / config.heads);
-        let setting = Setting { row: row.name.clone(), steps, guidance, backend: compute.backend().into() };
-        (row.clone(), compute, setting)
+        let compute = options.backend.compute(model, gpu.as_ref(), row);
+        let backend = format!("{}{}", compute.backend(), on_gpu(model));
+        (row.clone(), compute, Setting { row: row.name.clone(), steps, guidance, backend })
     };
     let rows: Vec<(Row, Compute, Setting)> =
         options.rows.iter().filter(|row| row.name != REFERENCE).map(plan).collect();
@@ -229,15 +268,16 @@ fn generate(bundle: &Bundle, options: &Generate) -> Result<()> {
         let folder = options.output.join(format!("prompt_{prompt:03}_steps_{steps}_guidance_{guidance}"));
         fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
         let files = Files { folder: &folder, shape: config.clip(), pictures: !options.no_pictures };
-        let exact = match files.clip(REFERENCE) {
+        let exact = match files.clip(&exact_name) {
             Some(clip) => clip,
             None => {
-                let exact = make(bundle, &sampler, &REFERENCE.parse()?, prompt, &Compute::Cpu)?.clip;
-                files.keep(REFERENCE, &exact)?;
+                let compute = options.backend.compute(model, None, &reference);
+                let exact = make(bundle, &sampler, &reference, prompt, &compute)?.clip;
+                files.keep(&exact_name, &exact)?;
                 exact
             }
         };
-        files.animate(REFERENCE, &exact)?;
+        files.animate(&exact_name, &exact)?;
         let mut lines = vec![(format!("{}: exact attention", bundle.prompt(prompt)), exact.clone())];
         for (row, compute, setting) in &rows {
             let name = format!("{}.{}", file_name(&row.name), setting.backend);
@@ -285,6 +325,11 @@ fn generate(bundle: &Bundle, options: &Generate) -> Result<()> {
     println!("{}", table(&Summary::all(&entries), None, false)?);
     println!("in {}", options.output.display());
     Ok(())
+}
+
+/// Behind a backend's name where the whole model runs on the GPU, not just a row's attention.
+fn on_gpu(model: &Model) -> &'static str {
+    if model.device().is_cpu() { "" } else { "+model" }
 }
 
 /// What is on disk of a prompt.
@@ -492,7 +537,8 @@ fn check(bundle: &Bundle, options: &Check) -> Result<()> {
     };
     for (prompt, name, floor) in runs {
         let row: Row = name.parse()?;
-        let mut attention = RowAttention::new(&row, all, bundle.model.config().grid(), &Compute::Cpu)?;
+        let compute = options.backend.compute(&bundle.model, None, &row);
+        let mut attention = RowAttention::new(&row, all, bundle.model.config().grid(), &compute)?;
         let mut made = Vec::new();
         let sampled = bundle.sampler.sample(
             &bundle.model,

@@ -120,6 +120,11 @@ impl Model {
         &self.config
     }
 
+    /// Where it computes.
+    pub fn device(&self) -> &Device {
+        self.embed.weight().device()
+    }
+
     /// The velocity at `x`, a clip [3, frames, height, width], and time `t` (1 is noise, 0 is the clip); without a
     /// prompt, the unconditional one of classifier-free guidance.
     ///
@@ -154,7 +159,7 @@ impl Model {
         let angle = |i: usize| t * 1000.0 * (-10000f32.ln() * i as f32 / half as f32).exp();
         let wave: Vec<f32> =
             (0..half).map(|i| angle(i).cos()).chain((0..half).map(|i| angle(i).sin())).collect();
-        let wave = Tensor::from_vec(wave, (1, TIME_DIM), self.embed.weight().device())?;
+        let wave = Tensor::from_vec(wave, (1, TIME_DIM), self.device())?;
         let e = self.time[1].forward(&self.time[0].forward(&wave)?.silu()?)?;
         let condition = match prompt {
             None => self.unconditional.clone(),

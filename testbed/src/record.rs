@@ -21,7 +21,8 @@ pub struct Setting {
     pub steps: usize,
     /// Weight of the guidance.
     pub guidance: f32,
-    /// Backend that computed the row's attention; `cpu` in records from before there was another.
+    /// Backend that computed the row's attention, with `+model` behind it where the rest of the model ran on the GPU too;
+    /// `cpu` in records from before there was another.
     #[serde(default = "cpu")]
     pub backend: String,
 }

@@ -41,7 +41,7 @@ impl Sampler {
         (0..=self.steps).map(|i| self.shift * at(i) / (1.0 + (self.shift - 1.0) * at(i))).collect()
     }
 
-    /// Denoises `noise`, [3, frames, height, width]; `after` sees the state behind every step.
+    /// Denoises `noise`, [3, frames, height, width], on the model's device; `after` sees the state behind every step.
     ///
     /// # Errors
     /// Of the model or of `after`.
@@ -54,7 +54,7 @@ impl Sampler {
         mut after: impl FnMut(usize, &Tensor) -> Result<()>,
     ) -> Result<Tensor> {
         let times = self.times();
-        let mut x = noise.clone();
+        let mut x = noise.to_device(model.device())?;
         for step in 0..self.steps {
             let t = times[step];
             attention.enter(step, Branch::Conditional);

@@ -1,6 +1,7 @@
 //! The port against what PyTorch made of the same weights and noise. The whole run is `vc-testbed check`.
 
 use anyhow::bail;
+use candle_core::Device;
 use vc_testbed::attention::{Compute, RowAttention};
 use vc_testbed::bundle::Bundle;
 use vc_testbed::clip;
@@ -10,7 +11,7 @@ use vc_testbed::row::Row;
 /// bf16: PyTorch's own f32 clip is 62.5 dB from its bf16 clip.
 #[test]
 fn states_follow_pytorch() {
-    let bundle = Bundle::open(&Bundle::folder()).unwrap();
+    let bundle = Bundle::open(&Bundle::folder(), &Device::Cpu).unwrap();
     let row: Row = "exact@io=f32".parse().unwrap();
     let grid = bundle.model.config().grid();
     let mut attention = RowAttention::new(&row, bundle.sampler.steps, grid, &Compute::Cpu).unwrap();

@@ -21,6 +21,7 @@ use crate::inputs::{Gaps, Inputs, plain};
 #[test]
 fn kernels_as_built() {
     let Some(gpu) = gpu() else { return };
+    gpu.device.load_all().unwrap();
     println!("{}, loaded in {:?}", gpu.device.name(), gpu.device.load_time());
     for f in gpu.device.functions() {
         let entry = f.entry;

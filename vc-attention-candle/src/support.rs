@@ -9,8 +9,8 @@ use crate::tensors::dtype;
 /// Whether [`vc_attn`](crate::vc_attn) runs a recipe on a device, for an element type and a head dimension: lets a
 /// model choose its attention when it is built. On a GPU the first question loads the kernels.
 ///
-/// The GPU kernels take f16 and bf16, head dimensions that are multiples of 8 up to 128, and the recipes `vc16`,
-/// `vc16-expcast` and `vc8-fp8qk`, on GPUs other than Hopper more (`docs/gpus.md`). Strides and offsets are those of a call: there the channels of q, k and v lie next
+/// The GPU kernels take f16 and bf16, head dimensions that are multiples of 8 up to 128, and the recipes that
+/// `docs/gpus.md` lists for the GPU. Strides and offsets are those of a call: there the channels of q, k and v lie next
 /// to each other and every row starts at a multiple of 16 bytes.
 ///
 /// # Errors

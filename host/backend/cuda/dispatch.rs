@@ -15,9 +15,8 @@ pub type Capability = (i32, i32);
 pub enum Family {
     /// `attention_sm90`: wgmma, for Hopper.
     Sm90,
-    /// `attention_mma`: warp-level products, for any GPU with FP8 Tensor Cores. It would run on Hopper too, and serves INT8
-    /// there; it is not in Hopper's module until it has run there ([`Device::warp_level`](super::Device::warp_level)
-    /// loads it beside).
+    /// `attention_mma`: warp-level products, for any GPU with FP8 Tensor Cores. Hopper takes INT8 from it;
+    /// [`Device::warp_level`](super::Device::warp_level) has it serve everything there.
     Mma,
     /// `attention_sm100`: tcgen05, for B200.
     Sm100,
@@ -99,18 +98,47 @@ impl State {
     }
 }
 
+/// A family of attention kernels in the module that holds it.
+#[derive(Clone, Copy, Debug)]
+pub struct Module {
+    /// Architecture of the module ([`Image::arch`](super::Image::arch)).
+    pub arch: &'static str,
+    /// Attention kernels that are taken from it.
+    pub family: Family,
+    /// What is known of them on these GPUs.
+    pub state: State,
+}
+
 /// The kernels of a row.
 #[derive(Clone, Copy, Debug)]
 pub struct Kernels {
-    /// Architecture of the module ([`Image::arch`](super::Image::arch)).
-    pub arch: &'static str,
-    /// Attention kernels in it.
-    pub family: Family,
+    /// The first whose family has a recipe's format of Q and K runs it. The first of all also prepares the operands, and is
+    /// loaded with the device; another is loaded with the first plan that needs it.
+    pub modules: &'static [Module],
     /// The recipe to start with. The same everywhere: which is fastest on GPUs that nobody had is not known, and this is the
     /// most accurate of the fast ones.
     pub default_recipe: &'static str,
-    /// What is known of them.
-    pub state: State,
+}
+
+impl Kernels {
+    /// The module that runs a recipe's format of Q and K, as its place in [`Kernels::modules`].
+    pub(super) fn module_for(&self, recipe: &Recipe) -> Option<usize> {
+        self.modules.iter().position(|module| module.family.qk(recipe).is_some())
+    }
+
+    /// The named recipes that a module of [`Kernels::modules`] runs: those that none before it does.
+    pub fn recipes(&self, module: usize) -> Vec<&'static str> {
+        let (before, rest) = self.modules.split_at(module);
+        let own = rest.first().map_or(&[][..], |module| module.family.recipes());
+        let new = |name: &&&str| before.iter().all(|module| !module.family.recipes().contains(name));
+        own.iter().filter(new).copied().collect()
+    }
+
+    /// The formats of Q and K that they take, in words.
+    pub(super) fn takes(&self) -> String {
+        let each: Vec<_> = self.modules.iter().map(|module| module.family.takes()).collect();
+        each.join("; or ")
+    }
 }
 
 /// GPUs that are served alike.
@@ -127,8 +155,12 @@ pub struct Row {
 /// The default recipe of every row; see [`Kernels::default_recipe`].
 const DEFAULT: &str = "vc16-expcast";
 
-const fn assembled(arch: &'static str, family: Family) -> Result<Kernels, &'static str> {
-    Ok(Kernels { arch, family, default_recipe: DEFAULT, state: State::Assembled })
+const fn assembled(arch: &'static str, family: Family) -> Module {
+    Module { arch, family, state: State::Assembled }
+}
+
+const fn kernels(modules: &'static [Module]) -> Result<Kernels, &'static str> {
+    Ok(Kernels { modules, default_recipe: DEFAULT })
 }
 
 /// Probabilities and values are E4M3 in every kernel.
@@ -138,33 +170,31 @@ const NO_FP8: &str = "it has no FP8 Tensor Cores, and every kernel multiplies E4
 /// The table. A GPU later than sm_89 whose capability is not in it is served as those of the last row.
 pub const TABLE: &[Row] = &[
     Row { capabilities: &[(8, 0), (8, 6), (8, 7)], gpus: "A100, RTX 3090", kernels: Err(NO_FP8) },
-    Row { capabilities: &[(8, 9)], gpus: "L40S, RTX 4090", kernels: assembled("sm_89", Family::Mma) },
+    Row { capabilities: &[(8, 9)], gpus: "L40S, RTX 4090", kernels: WARP_LEVEL },
     Row {
         capabilities: &[(9, 0)],
         gpus: "H100, H200",
-        kernels: Ok(Kernels {
-            arch: "sm_90a",
-            family: Family::Sm90,
-            default_recipe: DEFAULT,
-            state: State::Tested("an H200"),
-        }),
+        kernels: kernels(&[
+            Module { arch: "sm_90a", family: Family::Sm90, state: State::Tested("an H200") },
+            assembled("sm_89", Family::Mma),
+        ]),
     },
-    Row { capabilities: &[(10, 0)], gpus: "B200", kernels: assembled("sm_100a", Family::Sm100) },
-    Row { capabilities: &[(10, 3)], gpus: "B300", kernels: assembled("sm_103a", Family::Sm103) },
+    Row { capabilities: &[(10, 0)], gpus: "B200", kernels: kernels(&[assembled("sm_100a", Family::Sm100)]) },
+    Row { capabilities: &[(10, 3)], gpus: "B300", kernels: kernels(&[assembled("sm_103a", Family::Sm103)]) },
     Row {
         capabilities: &[(12, 0)],
         gpus: "RTX PRO 6000, RTX 5090",
-        kernels: assembled("sm_120a", Family::Mma),
+        kernels: kernels(&[assembled("sm_120a", Family::Mma)]),
     },
     FALLBACK,
 ];
 
+/// The warp-level kernels for everything.
+const WARP_LEVEL: Result<Kernels, &str> = kernels(&[assembled("sm_89", Family::Mma)]);
+
 /// GPUs later than sm_89 without kernels of their own: PTX for sm_89 runs on all of them.
-const FALLBACK: Row = Row {
-    capabilities: &[(11, 0), (12, 1)],
-    gpus: "Thor, GB10, later ones",
-    kernels: assembled("sm_89", Family::Mma),
-};
+const FALLBACK: Row =
+    Row { capabilities: &[(11, 0), (12, 1)], gpus: "Thor, GB10, later ones", kernels: WARP_LEVEL };
 
 /// The oldest capability that PTX for sm_89 runs on.
 const OLDEST: Capability = (8, 9);
@@ -175,7 +205,7 @@ const OLDEST: Capability = (8, 9);
 /// In words, what would be needed where it does not.
 pub(super) fn warp_level_kernels(name: &str, capability: Capability) -> Result<Kernels, String> {
     kernels_for(name, capability)?;
-    Ok(FALLBACK.kernels.expect("the fallback has kernels"))
+    Ok(WARP_LEVEL.expect("the fallback has kernels"))
 }
 
 /// What serves a GPU.
@@ -205,13 +235,25 @@ mod tests {
     fn every_row_names_a_module_that_has_its_kernels() {
         for row in TABLE {
             let Ok(kernels) = row.kernels else { continue };
-            let image = images().iter().find(|image| image.arch == kernels.arch);
-            let image = image.unwrap_or_else(|| panic!("no module for {}", kernels.arch));
-            for entry in kernels.family.entries().iter().chain(kernels::PREPARE) {
-                let declared = format!(".visible .entry {}(", entry.name);
-                assert!(image.ptx().contains(&declared), "{}: {}", kernels.arch, entry.name);
+            for Module { arch, family, .. } in kernels.modules {
+                let image = images().iter().find(|image| image.arch == *arch);
+                let image = image.unwrap_or_else(|| panic!("no module for {arch}"));
+                for entry in family.entries().iter().chain(kernels::PREPARE) {
+                    let declared = format!(".visible .entry {}(", entry.name);
+                    assert!(image.ptx().contains(&declared), "{arch}: {}", entry.name);
+                }
             }
-            assert!(kernels.family.recipes().contains(&kernels.default_recipe));
+            assert!(kernels.recipes(0).contains(&kernels.default_recipe));
+        }
+    }
+
+    #[test]
+    fn a_recipe_has_one_module() {
+        let hopper = kernels_for("x", (9, 0)).expect("covered");
+        assert_eq!(hopper.recipes(0), ["vc8-fp8qk", "vc16", "vc16-expcast"]);
+        assert_eq!(hopper.recipes(1), ["vc8", "vc8-expcast"]);
+        for (name, module) in [("vc16", Some(0)), ("vc8", Some(1)), ("sage3", None)] {
+            assert_eq!(hopper.module_for(&Recipe::parse(name).expect("a recipe")), module, "{name}");
         }
     }
 
@@ -241,9 +283,9 @@ mod tests {
     #[test]
     fn later_gpus_fall_back_and_earlier_ones_are_told_what_is_missing() {
         for capability in [(8, 9), (11, 0), (12, 1), (13, 0)] {
-            assert_eq!(kernels_for("x", capability).expect("covered").family, Family::Mma);
+            assert_eq!(kernels_for("x", capability).expect("covered").modules[0].family, Family::Mma);
         }
-        assert_eq!(kernels_for("x", (9, 0)).expect("covered").family, Family::Sm90);
+        assert_eq!(kernels_for("x", (9, 0)).expect("covered").modules[0].family, Family::Sm90);
         for capability in [(7, 5), (8, 0), (8, 6)] {
             let message = kernels_for("Some GPU", capability).expect_err("not covered");
             assert!(message.starts_with("Some GPU has compute capability"), "{message}");

@@ -4,7 +4,7 @@
 //! candle, cust) go in.
 
 use std::ffi::{CString, c_void};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::result::{self, DriverError};
@@ -12,9 +12,10 @@ use cudarc::driver::sys::{self, CUfunction_attribute_enum as Attribute, CUjit_op
 use cudarc::driver::{CudaContext, CudaStream};
 use kernels_gpu::kernels::{Entry, PREPARE};
 
-use super::dispatch::{Family, Kernels, kernels_for, warp_level_kernels};
+use super::dispatch::{Family, Kernels, Module, kernels_for, warp_level_kernels};
 use super::embedded::{Image, images};
 use crate::error::{Error, Result};
+use crate::recipe::Recipe;
 
 /// A device pointer; 0 where a kernel allows a missing tensor.
 pub type DevicePtr = u64;
@@ -77,8 +78,17 @@ pub struct Device {
     kernels: Kernels,
     driver: i32,
     multiprocessors: u32,
+    /// In the order of [`Kernels::modules`]; only the first is there from the start.
+    modules: Vec<OnceLock<Loaded>>,
+    /// Held while one is loaded.
+    loading: Mutex<()>,
+}
+
+/// A module in the context.
+#[derive(Debug)]
+struct Loaded {
     module: sys::CUmodule,
-    load_time: Duration,
+    time: Duration,
     functions: Vec<Function>,
 }
 
@@ -153,29 +163,55 @@ impl Device {
             .result()
             .map_err(driver_call("reading the driver's version"))?;
         let kernels = choose(&name, capability).map_err(|reason| Error::Device { reason })?;
-        let image = images().iter().find(|image| image.arch == kernels.arch);
-        let image = image.ok_or_else(|| Error::Device {
-            reason: format!(
-                "this binary holds no kernels for {}: build it with kernels-gpu/ptx there",
-                kernels.arch
-            ),
-        })?;
-        let start = Instant::now();
-        let module = load(image, driver)?;
-        let load_time = start.elapsed();
-        let entries = kernels.family.entries().iter().chain(PREPARE);
-        let functions = entries.map(|&entry| function(module, entry)).collect::<Result<_>>()?;
-        Ok(Arc::new(Self {
+        let device = Self {
             context,
             name,
             capability,
+            modules: kernels.modules.iter().map(|_| OnceLock::new()).collect(),
+            loading: Mutex::new(()),
             kernels,
             driver,
             multiprocessors: multiprocessors as u32,
-            module,
-            load_time,
-            functions,
-        }))
+        };
+        device.load(0)?;
+        Ok(Arc::new(device))
+    }
+
+    /// Module `index` of [`Kernels::modules`], loaded if it was not. The preparing kernels are those of the first.
+    fn load(&self, index: usize) -> Result<&Loaded> {
+        let slot = &self.modules[index];
+        if let Some(loaded) = slot.get() {
+            return Ok(loaded);
+        }
+        let _one_at_a_time = self.loading.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(loaded) = slot.get() {
+            return Ok(loaded);
+        }
+        self.bind()?;
+        let Module { arch, family, .. } = self.kernels.modules[index];
+        let image = images().iter().find(|image| image.arch == arch).ok_or_else(|| Error::Device {
+            reason: format!("this binary holds no kernels for {arch}: build it with kernels-gpu/ptx there"),
+        })?;
+        let start = Instant::now();
+        let module = load(image, self.driver)?;
+        let time = start.elapsed();
+        let prepare = if index == 0 { PREPARE } else { &[] };
+        let entries = family.entries().iter().chain(prepare);
+        let functions = entries.map(|&entry| function(module, entry)).collect::<Result<_>>()?;
+        Ok(slot.get_or_init(|| Loaded { module, time, functions }))
+    }
+
+    /// Loads whatever is not loaded yet of the kernels for this device, as `vca doctor` does to show them.
+    ///
+    /// # Errors
+    /// As [`Device::new`].
+    pub fn load_all(&self) -> Result<()> {
+        (0..self.modules.len()).try_for_each(|index| self.load(index).map(drop))
+    }
+
+    /// What is loaded.
+    fn loaded(&self) -> impl Iterator<Item = &Loaded> {
+        self.modules.iter().filter_map(OnceLock::get)
     }
 
     /// The GPU's name.
@@ -188,14 +224,19 @@ impl Device {
         self.capability
     }
 
-    /// The kernels that are loaded, as the dispatch table has them.
+    /// The kernels for this device, as the dispatch table has them.
     pub fn kernels(&self) -> &Kernels {
         &self.kernels
     }
 
-    /// The family of the loaded attention kernels.
-    pub(super) fn family(&self) -> Family {
-        self.kernels.family
+    /// The family of attention kernels that runs a recipe, loaded; none where none has its format of Q and K.
+    ///
+    /// # Errors
+    /// As [`Device::new`], where it is loaded now.
+    pub(super) fn family(&self, recipe: &Recipe) -> Result<Option<Family>> {
+        let Some(index) = self.kernels.module_for(recipe) else { return Ok(None) };
+        self.load(index)?;
+        Ok(Some(self.kernels.modules[index].family))
     }
 
     /// CUDA version of the driver, 1000 * major + 10 * minor.
@@ -208,14 +249,14 @@ impl Device {
         self.multiprocessors
     }
 
-    /// How long the driver took to assemble and load the kernels.
+    /// How long the driver took to assemble and load the kernels that are loaded.
     pub fn load_time(&self) -> Duration {
-        self.load_time
+        self.loaded().map(|loaded| loaded.time).sum()
     }
 
     /// The loaded kernels.
-    pub fn functions(&self) -> &[Function] {
-        &self.functions
+    pub fn functions(&self) -> impl Iterator<Item = &Function> {
+        self.loaded().flat_map(|loaded| &loaded.functions)
     }
 
     /// The context that the kernels are loaded in.
@@ -225,7 +266,7 @@ impl Device {
 
     /// A kernel by the name of its entry.
     pub(super) fn function(&self, name: &str) -> Result<&Function> {
-        self.functions.iter().find(|f| f.entry.name == name).ok_or_else(|| Error::Device {
+        self.functions().find(|f| f.entry.name == name).ok_or_else(|| Error::Device {
             reason: format!(
                 "{} (compute capability {}.{}) has no kernel `{name}`",
                 self.name, self.capability.0, self.capability.1
@@ -242,9 +283,11 @@ impl Device {
 impl Drop for Device {
     fn drop(&mut self) {
         if self.bind().is_ok() {
-            // SAFETY: loaded by `in_context` and unloaded once; nothing can launch from it any more. An error on
-            // the way out of a broken context has nobody to go to.
-            let _ = unsafe { sys::cuModuleUnload(self.module) };
+            for loaded in self.loaded() {
+                // SAFETY: loaded by `load` and unloaded once; nothing can launch from it any more. An error on the way
+                // out of a broken context has nobody to go to.
+                let _ = unsafe { sys::cuModuleUnload(loaded.module) };
+            }
         }
     }
 }

@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
 
-pub use self::dispatch::{Family, Kernels, Row, State, TABLE, kernels_for};
+pub use self::dispatch::{Family, Kernels, Module, Row, State, TABLE, kernels_for};
 pub use self::driver::{Buffer, Device, DevicePtr, Function, Stream, driver_present};
 pub use self::embedded::{Image, images};
 pub use self::event::{StageTimes, Stopwatch, time_stages};

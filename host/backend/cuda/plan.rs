@@ -152,6 +152,8 @@ struct Names {
     input: &'static str,
     /// Q and K format.
     qk: &'static str,
+    /// Family of the attention kernel.
+    family: Family,
     attention: String,
 }
 
@@ -195,7 +197,7 @@ impl DevicePlan {
     /// When the kernels do not cover the recipe or the tensors (each says what they take), or when the device
     /// is out of memory.
     pub fn new(device: &Arc<Device>, spec: Spec) -> Result<Self> {
-        let names = checked_names(&spec, device.family())?;
+        let names = checked_names(&spec, device)?;
         let s = &spec.shape;
         let clusters = match spec.recipe.grouping.order {
             TokenOrder::KMeans => spec
@@ -225,7 +227,7 @@ impl DevicePlan {
     /// # Errors
     /// When the kernels, or those for this device, do not cover the recipe or the tensors.
     pub fn check(device: &Device, spec: &Spec) -> Result<()> {
-        device.function(&checked_names(spec, device.family())?.attention).map(drop)
+        device.function(&checked_names(spec, device)?.attention).map(drop)
     }
 
     /// Whether the kernels for a device cover a recipe on heads of `head_dim` channels of type `input`, in tensors whose
@@ -727,7 +729,7 @@ impl DevicePlan {
             .with(self.ptr(self.at.k))
             .with(self.ptr(self.at.v))
             .with(self.ptr(self.at.mean_tiles));
-        let family = self.device.family();
+        let family = self.names.family;
         let arguments = match family {
             Family::Sm90 => arguments,
             Family::Mma | Family::Sm100 | Family::Sm103 => {
@@ -949,16 +951,16 @@ impl Sections {
     }
 }
 
-/// The entries for a spec that the kernels of the family cover.
-fn checked_names(spec: &Spec, family: Family) -> Result<Names> {
+/// The entries for a spec that the kernels for the device cover, loaded.
+fn checked_names(spec: &Spec, device: &Device) -> Result<Names> {
     spec.recipe.validate()?;
-    let names = names(spec, family)?;
+    let names = names(spec, device)?;
     check_layout(spec)?;
     Ok(names)
 }
 
-/// Chooses the entries of a recipe, or says which part of it no kernel of the family covers.
-fn names(spec: &Spec, family: Family) -> Result<Names> {
+/// Chooses the entries of a recipe, or says which part of it no kernel for the device covers.
+fn names(spec: &Spec, device: &Device) -> Result<Names> {
     let recipe = &spec.recipe;
     let refuse = |what: &str| {
         Err(Error::Recipe {
@@ -966,8 +968,9 @@ fn names(spec: &Spec, family: Family) -> Result<Names> {
             reason: format!("the GPU kernels do not cover {what}; the CPU backend does"),
         })
     };
-    let Some(qk) = family.qk(recipe) else {
-        return refuse(&format!("this format of Q and K (they take {})", family.takes()));
+    let family = device.family(recipe)?;
+    let Some((family, qk)) = family.and_then(|family| Some((family, family.qk(recipe)?))) else {
+        return refuse(&format!("this format of Q and K (they take {})", device.kernels().takes()));
     };
     let p = match recipe.p {
         p if p == EXPCAST && recipe.row_sums == RowSums::Decoded => "expcast",
@@ -996,7 +999,7 @@ fn names(spec: &Spec, family: Family) -> Result<Names> {
             });
         }
     };
-    Ok(Names { input, qk, attention: format!("{}_{qk}_{p}_{means}", family.prefix()) })
+    Ok(Names { input, qk, family, attention: format!("{}_{qk}_{p}_{means}", family.prefix()) })
 }
 
 /// What the kernels ask of shapes and strides.
