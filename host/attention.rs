@@ -97,6 +97,6 @@ pub fn run_on_order<B: Backend>(
     let start = Instant::now();
     let output = backend.attend(plan, problem, &q, &k, &v)?;
     let attend = start.elapsed();
-    let report = Report { group: Duration::ZERO, prepare, attend, mean_share: backend.mean_share(&v) };
+    let report = Report { group: Duration::ZERO, prepare, attend, mean_share: backend.mean_share(&v)? };
     Ok(Run { output, report, order })
 }

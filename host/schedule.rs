@@ -43,7 +43,7 @@ pub const REFRESH: usize = 4;
 pub enum Window {
     /// The first ones, as many as given; the paper's operating point is a quarter, [`ScheduleConfig::paper`].
     First(usize),
-    /// Every nth, from the first on; `refresh` counts steps of the clip here too (spread out like this, the paper's
+    /// Every nth, from the first on, each of which groups, whatever `refresh` says (spread out like this, the paper's
     /// ablation is 2.6 dB behind).
     Every(usize),
     /// All.
@@ -77,7 +77,8 @@ pub struct ScheduleConfig {
     pub steps: usize,
     /// Which of them group.
     pub window: Window,
-    /// Steps of the clip after which a step of the window groups again, at least 1.
+    /// Steps of the clip after which a step of the window groups again, at least 1; without a meaning for
+    /// [`Window::Every`].
     pub refresh: usize,
     /// On which steps block means are subtracted.
     pub demeaning: Demeaning,
@@ -121,6 +122,14 @@ impl ScheduleConfig {
                 option("drift", "a fraction from 0 to 1", drift.to_string())
             }
             _ => Ok(()),
+        }
+    }
+
+    /// Age of an order, in steps of the clip, from which on a step of the window groups.
+    fn age(&self) -> usize {
+        match self.window {
+            Window::Every(_) => 1,
+            Window::First(_) | Window::All => self.refresh,
         }
     }
 }
@@ -213,12 +222,34 @@ impl Heads {
 }
 
 /// Decides call by call and remembers what was kept where, whatever that is: the part of a [`Schedule`] for those who
-/// run attention themselves. [`decide`](Self::decide), act on it, [`record`](Self::record).
+/// run attention themselves. [`begin`](Self::begin), act on it, [`record`](Self::record).
 #[derive(Clone, Debug)]
 pub struct Sites<K> {
     config: ScheduleConfig,
     states: HashMap<Site, State<K>>,
     counts: Counts,
+}
+
+/// A call that was decided on.
+#[derive(Clone, Debug)]
+pub struct Call<'a, K> {
+    /// What it does.
+    pub decision: Decision,
+    /// What it runs: its recipe, with block means where they are subtracted.
+    pub recipe: Recipe,
+    /// What its order comes from.
+    pub start: Start<'a, K>,
+}
+
+/// What the order of a call comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Start<'a, K> {
+    /// Nothing.
+    Cold,
+    /// The clusters of a kept order.
+    Warm(&'a K),
+    /// A kept order as it is.
+    Reuse(&'a K),
 }
 
 /// What is kept of a site.
@@ -228,6 +259,8 @@ struct State<K> {
     of: Heads,
     /// Step of the last grouping.
     grouped: usize,
+    /// Step of the last call: an earlier one is of another clip.
+    last: usize,
     /// Share of the block means' energy then.
     share: Option<f64>,
     /// Whether the share has fallen since.
@@ -254,13 +287,15 @@ impl<K> Sites<K> {
         self.counts
     }
 
-    /// Forgets everything: to be called between two clips, which the schedule cannot tell apart.
+    /// Forgets everything: to be called between two clips. A site that is called at an earlier step than before takes that
+    /// for the next clip by itself, and groups anew; what it cannot tell is a clip that begins at the step at which the
+    /// last one ended (clips of one step) or behind it. The counts go on there.
     pub fn reset(&mut self) {
         self.states.clear();
         self.counts = Counts::default();
     }
 
-    /// What is kept of a site: what a decision other than [`Source::Cold`] and [`Source::Fixed`] starts from.
+    /// What is kept of a site.
     pub fn kept(&self, site: Site) -> Option<&K> {
         self.states.get(&site).map(|state| &state.kept)
     }
@@ -271,12 +306,26 @@ impl<K> Sites<K> {
         self.states.values().map(|s| entry + size_of_val(&*s.of.lens) + kept(&s.kept)).sum()
     }
 
-    /// What a call at this step and site does, for a recipe whose order does or does not come from clusters
-    /// ([`TokenOrder::clusters`](crate::grouping::TokenOrder::clusters)). Nothing is changed.
+    /// Decides what a call with `recipe` at this step and site does, where `own` is the recipe of the loop and `fits` says
+    /// whether a kept order is one for the call. Nothing is changed.
     ///
     /// # Errors
-    /// When the step is not one of the schedule's.
-    pub fn decide(&self, step: usize, site: Site, heads: &Heads, clusters: bool) -> Result<Decision> {
+    /// When the step is not one of the schedule's, or `recipe` orders tokens in another way than `own`.
+    pub fn begin(
+        &self,
+        step: usize,
+        site: Site,
+        heads: &Heads,
+        own: &Recipe,
+        recipe: &Recipe,
+        fits: impl FnOnce(&K) -> bool,
+    ) -> Result<Call<'_, K>> {
+        if recipe.grouping != own.grouping {
+            return Err(Error::Recipe {
+                recipe: recipe.name.clone(),
+                reason: format!("its token order is not that of the schedule's recipe, `{}`", own.name),
+            });
+        }
         if step >= self.config.steps {
             return Err(Error::Option {
                 option: "step",
@@ -285,16 +334,26 @@ impl<K> Sites<K> {
             });
         }
         let inside = self.config.window.contains(step);
-        let source = match self.states.get(&site).filter(|state| state.of == *heads) {
-            _ if !clusters => Source::Fixed,
-            None => Source::Cold,
-            Some(state) if state.drifted => Source::Early,
-            Some(state) if inside && step.abs_diff(state.grouped) >= self.config.refresh => {
-                if self.config.warm { Source::Warm } else { Source::Cold }
+        let state = self.states.get(&site).filter(|s| s.of == *heads && step >= s.last && fits(&s.kept));
+        let warm = self.config.warm;
+        let (source, start) = match state {
+            _ if !recipe.grouping.order.clusters() => (Source::Fixed, Start::Cold),
+            None => (Source::Cold, Start::Cold),
+            Some(state) if inside && step - state.grouped >= self.config.age() => {
+                if warm {
+                    (Source::Warm, Start::Warm(&state.kept))
+                } else {
+                    (Source::Cold, Start::Cold)
+                }
             }
-            Some(_) => Source::Reused,
+            Some(state) if state.drifted => {
+                (Source::Early, if warm { Start::Warm(&state.kept) } else { Start::Cold })
+            }
+            Some(state) => (Source::Reused, Start::Reuse(&state.kept)),
         };
-        Ok(Decision { source, demean: inside || self.config.demeaning == Demeaning::Always })
+        let demean = recipe.demean && (inside || self.config.demeaning == Demeaning::Always);
+        let recipe = Recipe { demean, ..recipe.clone() };
+        Ok(Call { decision: Decision { source, demean }, recipe, start })
     }
 
     /// Takes down a call that was carried out: what to keep if it grouped, and the share of the value energy that its
@@ -309,11 +368,13 @@ impl<K> Sites<K> {
         share: Option<f64>,
     ) {
         if let Some(kept) = kept {
-            self.states.insert(site, State { kept, of: heads, grouped: step, share, drifted: false });
-        } else if let Some(state) = self.states.get_mut(&site)
-            && let (Some(drift), Some(then), Some(now)) = (self.config.drift, state.share, share)
-        {
-            state.drifted = now < drift * then;
+            let state = State { kept, of: heads, grouped: step, last: step, share, drifted: false };
+            self.states.insert(site, state);
+        } else if let Some(state) = self.states.get_mut(&site) {
+            state.last = step;
+            if let (Some(drift), Some(then), Some(now)) = (self.config.drift, state.share, share) {
+                state.drifted = now < drift * then;
+            }
         }
         *match decision.source {
             Source::Cold => &mut self.counts.cold,
@@ -370,7 +431,7 @@ impl<B: Backend> Schedule<B> {
         self.sites.bytes(B::kept_bytes)
     }
 
-    /// Forgets everything, as between two clips.
+    /// Forgets everything, as between two clips; see [`Sites::reset`] for what is noticed without.
     pub fn reset(&mut self) {
         self.sites.reset();
     }
@@ -380,7 +441,7 @@ impl<B: Backend> Schedule<B> {
     /// The tensors of a site may change their number of tokens or heads, which groups anew.
     ///
     /// # Errors
-    /// As [`Sites::decide`], and those of [`crate::run`]; a call that fails leaves the kept orders as they were.
+    /// As [`Sites::begin`], and those of [`crate::run`]; a call that fails leaves the kept orders as they were.
     pub fn attend(
         &mut self,
         backend: &B,
@@ -406,33 +467,15 @@ impl<B: Backend> Schedule<B> {
         problem: &Problem,
         options: Options,
     ) -> Result<Scheduled> {
-        if recipe.grouping != self.recipe.grouping {
-            return Err(Error::Recipe {
-                recipe: recipe.name.clone(),
-                reason: format!(
-                    "its token order is not that of the schedule's recipe, `{}`",
-                    self.recipe.name
-                ),
-            });
-        }
         let heads = Heads::of(problem)?;
-        let mut decision = self.sites.decide(step, site, &heads, recipe.grouping.order.clusters())?;
-        decision.demean &= recipe.demean;
-        let recipe = Recipe { demean: decision.demean, ..recipe.clone() };
-        let plan = Plan::new(problem, &recipe, options)?;
+        let call = self.sites.begin(step, site, &heads, &self.recipe, recipe, |_| true)?;
+        let decision = call.decision;
+        let plan = Plan::new(problem, &call.recipe, options)?;
         let start = Instant::now();
-        let warm = self.sites.config.warm;
-        let restore = || self.sites.kept(site).map(|kept| backend.restore(&plan, problem, kept)).transpose();
-        let order = match decision.source {
-            Source::Reused => restore()?,
-            Source::Early | Source::Warm if warm => {
-                Some(backend.group(&plan, problem, restore()?.as_ref())?)
-            }
-            _ => None,
-        };
-        let order = match order {
-            Some(order) => order,
-            None => backend.group(&plan, problem, None)?,
+        let order = match call.start {
+            Start::Reuse(kept) => backend.restore(&plan, problem, kept)?,
+            Start::Warm(kept) => backend.refresh(&plan, problem, kept)?,
+            Start::Cold => backend.group(&plan, problem, None)?,
         };
         let kept = decision.source.groups().then(|| backend.keep(&order)).transpose()?;
         let group = start.elapsed();

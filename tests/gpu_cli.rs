@@ -3,31 +3,18 @@
 
 #![cfg(all(target_os = "linux", feature = "cuda"))]
 
+mod fake_driver;
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Output;
-use std::sync::LazyLock;
 
 use assert_cmd::Command;
+use fake_driver::DRIVER;
 use serde_json::Value;
 use tempfile::TempDir;
 use vc_attention::{DType, Layout, Recipe, Tensor, io};
-
-/// The folder that holds the faked `libcuda.so`.
-static DRIVER: LazyLock<TempDir> = LazyLock::new(|| {
-    let folder = tempfile::tempdir().unwrap();
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake_driver/libcuda.rs");
-    let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
-    let status = std::process::Command::new(rustc)
-        .args(["--edition=2024", "--crate-type=cdylib", "-Copt-level=1", "-o"])
-        .arg(folder.path().join("libcuda.so"))
-        .arg(source)
-        .status()
-        .unwrap();
-    assert!(status.success());
-    folder
-});
 
 /// `vca` on the faked driver; `defect` is one of those that the driver knows, or nothing.
 fn vca(defect: &str) -> Command {

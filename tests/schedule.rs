@@ -63,6 +63,8 @@ fn windows_and_refreshes_are_the_callers() {
         (ScheduleConfig { window: Window::All, refresh: 1, ..paper }, (0..16).collect()),
         (ScheduleConfig { window: Window::Every(4), ..paper }, vec![0, 4, 8, 12]),
         (ScheduleConfig { window: Window::Every(6), ..paper }, vec![0, 6, 12]),
+        (ScheduleConfig { window: Window::Every(3), ..paper }, vec![0, 3, 6, 9, 12, 15]),
+        (ScheduleConfig { window: Window::Every(4), refresh: 9, ..paper }, vec![0, 4, 8, 12]),
         (ScheduleConfig { window: Window::First(9), refresh: 3, ..paper }, vec![0, 3, 6]),
     ] {
         assert_eq!(grouped(&sources(&mut schedule(config), layer(0), 0..16)), expected, "{config:?}");
@@ -104,12 +106,21 @@ fn sites_do_not_share_and_a_late_model_groups_once() {
     assert_eq!(sources(&mut schedule, layer(0), 0..1), [Source::Cold]);
 }
 
-/// Without a reset a later clip starts from where the last one ended, if that grouped long enough after the first step.
+/// Without a reset a site that is called at an earlier step than before is in another clip, which owes nothing to the last
+/// one, whenever that grouped last and however far it came.
 #[test]
-fn another_clip_on_the_same_schedule_refreshes() {
+fn another_clip_on_the_same_schedule_groups_anew() {
+    for (steps, of_them) in [(40, 40), (8, 8), (8, 2), (40, 10)] {
+        let mut schedule = schedule(ScheduleConfig::paper(steps));
+        sources(&mut schedule, layer(0), 0..of_them);
+        let next = sources(&mut schedule, layer(0), 0..3);
+        assert_eq!(next, [Source::Cold, Source::Reused, Source::Reused], "{of_them} of {steps} steps");
+        assert_eq!(schedule.counts().cold, 2);
+    }
+    // A step again (a solver of second order) is the same clip; so a clip of one step needs a reset before the next.
     let mut schedule = schedule(ScheduleConfig::paper(40));
-    sources(&mut schedule, layer(0), 0..40);
-    assert_eq!(sources(&mut schedule, layer(0), 0..2), [Source::Warm, Source::Reused]);
+    let again = sources(&mut schedule, layer(0), [0, 0, 4, 4].into_iter());
+    assert_eq!(again, [Source::Cold, Source::Reused, Source::Warm, Source::Reused]);
 }
 
 #[test]
@@ -239,18 +250,19 @@ fn drift_refreshes_early() {
     let case = Case::new([1, 1, 1], [20, 1024], 32);
     let (before, after) = (case.outliers(10).f32(), case.outliers(11).f32());
     let config = ScheduleConfig { drift: Some(0.8), ..ScheduleConfig::paper(40) };
-    let run = |config, moves: bool| {
+    let run = |config, moves: bool, at: usize| {
         let mut schedule = schedule(config);
         let call = |step: usize| {
-            let tensors = if moves && step >= 13 { &after } else { &before };
+            let tensors = if moves && step >= at { &after } else { &before };
             schedule.attend(&Cpu, step, layer(0), &tensors.problem(), F32_LSE).expect("a valid call")
         };
         let sources: Vec<Source> = (0..20).map(call).map(|done| done.decision.source).collect();
         (grouped(&sources), schedule.counts().early)
     };
-    assert_eq!(run(config, true), (vec![0, 4, 8, 14], 1), "seen at 13, mended at 14");
-    assert_eq!(run(config, false), (vec![0, 4, 8], 0));
-    assert_eq!(run(ScheduleConfig::paper(40), true), (vec![0, 4, 8], 0));
+    assert_eq!(run(config, true, 13), (vec![0, 4, 8, 14], 1), "seen at 13, mended at 14");
+    assert_eq!(run(config, true, 7), (vec![0, 4, 8], 0), "seen at 7, a refresh was due at 8 anyway");
+    assert_eq!(run(config, false, 0), (vec![0, 4, 8], 0));
+    assert_eq!(run(ScheduleConfig::paper(40), true, 13), (vec![0, 4, 8], 0));
 }
 
 #[test]

@@ -53,7 +53,8 @@ pub trait Backend {
     fn device(&self) -> String;
 
     /// Decides the order of the key and value tokens of every (batch, kv head); `warm` holds the orders of an
-    /// earlier call on the same heads, whose centroids (or, of restored orders, labels) start the k-means.
+    /// earlier call on the same heads, whose centroids (or, of restored orders, labels) start the k-means. They stay as
+    /// they are.
     ///
     /// # Errors
     /// When the order needs something that the problem lacks (the grid of a cube order).
@@ -65,12 +66,19 @@ pub trait Backend {
     /// Of the device.
     fn keep(&self, order: &Self::Order) -> Result<Self::Kept>;
 
-    /// The kept order for another call on the same heads and lengths; it also starts a refresh, as `warm` of
-    /// [`group`](Self::group).
+    /// The kept order for another call on the same heads and lengths; [`refresh`](Self::refresh) starts from it instead.
     ///
     /// # Errors
     /// When `kept` is of other heads or lengths, or of the device.
     fn restore(&self, plan: &Plan, problem: &Problem, kept: &Self::Kept) -> Result<Self::Order>;
+
+    /// Groups, starting from a kept order of the same heads and lengths.
+    ///
+    /// # Errors
+    /// As [`restore`](Self::restore) and [`group`](Self::group).
+    fn refresh(&self, plan: &Plan, problem: &Problem, kept: &Self::Kept) -> Result<Self::Order> {
+        self.group(plan, problem, Some(&self.restore(plan, problem, kept)?))
+    }
 
     /// Memory that `kept` takes, in bytes.
     fn kept_bytes(kept: &Self::Kept) -> usize;
@@ -101,7 +109,10 @@ pub trait Backend {
     -> Result<Output>;
 
     /// Share of the value energy that the block means hold, averaged over the blocks; absent without demeaning.
-    fn mean_share(&self, v: &Self::V) -> Option<f64>;
+    ///
+    /// # Errors
+    /// Of the device.
+    fn mean_share(&self, v: &Self::V) -> Result<Option<f64>>;
 }
 
 /// Finite inputs whose products leave f32 must not come back as NaN without a word: `o` is row-major of `shape`

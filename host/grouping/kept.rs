@@ -88,4 +88,9 @@ impl KeptOrder {
             Labels::Words(labels) => 2 * labels.len(),
         }
     }
+
+    /// Bytes of several orders.
+    pub fn bytes_of(orders: &[Self]) -> usize {
+        size_of_val(orders) + orders.iter().map(Self::bytes).sum::<usize>()
+    }
 }

@@ -4,10 +4,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
-use vc_attention::Shape;
 use vc_attention::backend::Backend;
 use vc_attention::backend::cpu::Cpu;
-use vc_attention::backend::cuda::{Cuda, DevicePlan, PROMOTE, Spec};
+use vc_attention::backend::cuda::Cuda;
 use vc_attention_candle::{Counts, Denoising, Options, Recipe, Site, VcAttention};
 
 use crate::model::Attend;
@@ -35,6 +34,16 @@ impl Compute {
             Compute::Gpu(gpu) => VcAttention::offloaded(options, gpu.clone()),
             #[cfg(feature = "cuda")]
             Compute::Model(_) => VcAttention::new(options),
+        }
+    }
+
+    /// Name of the backend.
+    pub fn backend(&self) -> &'static str {
+        match self {
+            Compute::Cpu => Cpu.name(),
+            Compute::Gpu(gpu) => gpu.name(),
+            #[cfg(feature = "cuda")]
+            Compute::Model(_) => "cuda",
         }
     }
 
@@ -147,25 +156,6 @@ fn exact(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
     let s = (heads(q)?.matmul(&heads(k)?.t()?.contiguous()?)? * f64::from(scale(q)?))?;
     let o = candle_nn::ops::softmax_last_dim(&s)?.matmul(&heads(v)?)?;
     Ok(o.transpose(1, 2)?.contiguous()?.to_dtype(q.dtype())?)
-}
-
-/// Whether the kernels of a GPU cover a recipe, for heads of 128 channels in bf16.
-pub fn covers(gpu: &Cuda, recipe: &Recipe) -> bool {
-    let shape = Shape { batch: 1, q_heads: 1, kv_heads: 1, q_tokens: 1, kv_tokens: 1, head_dim: 128 };
-    let row = [128; 3];
-    let spec = Spec {
-        shape,
-        recipe: recipe.clone(),
-        scale: 1.0,
-        input: vc_attention::DType::Bf16,
-        output: vc_attention::DType::Bf16,
-        q: row,
-        k: row,
-        v: row,
-        o: row,
-        promote: PROMOTE,
-    };
-    DevicePlan::check(gpu.gpu(), &spec).is_ok()
 }
 
 /// 1 / sqrt(head_dim).

@@ -79,4 +79,12 @@ impl Bundle {
     pub fn reference(&self, name: &str) -> Option<&Tensor> {
         self.reference.get(name)
     }
+
+    /// A tensor that the reference must have.
+    ///
+    /// # Errors
+    /// When it does not.
+    pub fn required(&self, name: &str) -> Result<&Tensor> {
+        self.reference(name).with_context(|| format!("reference.safetensors has no `{name}`"))
+    }
 }

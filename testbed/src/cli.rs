@@ -15,18 +15,19 @@ use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
 use indicatif::{ProgressBar, ProgressStyle};
 use vc_attention::Recipe;
-use vc_attention::backend::cuda::{Cuda, driver_present};
+use vc_attention::backend::cuda::{Cuda, DevicePlan, driver_present};
 #[cfg(feature = "cuda")]
 use vc_attention_candle::supports;
-use vc_testbed::attention::{Compute, EXACT, RowAttention, covers};
+use vc_testbed::attention::{Compute, EXACT, RowAttention};
 use vc_testbed::bundle::Bundle;
 use vc_testbed::clip::{self, Distance};
+use vc_testbed::model::Model;
 use vc_testbed::picture::{self, Dot};
 use vc_testbed::probe;
-use vc_testbed::record::{self, Entry, Record};
+use vc_testbed::record::{self, Entry, Record, Setting};
 use vc_testbed::row::{self, Row};
 use vc_testbed::sampler::Sampler;
-use vc_testbed::statistics::Summary;
+use vc_testbed::statistics::{FEWEST, Mean, Summary};
 
 /// What every other row is compared with.
 const REFERENCE: &str = EXACT;
@@ -45,8 +46,9 @@ struct Cli {
 enum Command {
     /// Denoise clips with low-bit attention and with exact attention from the same noise.
     ///
-    /// Writes into the folder, for every prompt, an animation of every row, a sheet of frames, and a line of
-    /// measurements in clips.jsonl; prints the table. What is there already is not made again.
+    /// Writes into the folder, for every prompt, the clip and an animation of every row, a sheet of frames, and a line
+    /// of measurements in clips.jsonl; prints the table. What is there already, computed by the same backend, is not made
+    /// again.
     #[command(after_long_help = format!("A row is a recipe of `vca` with @KEY=VALUE behind it:\n{}", row::KEYS))]
     Generate(Generate),
     /// Print the table of measurements made earlier, rows over all prompts.
@@ -71,7 +73,7 @@ struct Generate {
     /// Weight of classifier-free guidance; 1 is without.
     #[arg(short, long, default_value_t = 1.5, value_name = "WEIGHT")]
     guidance: f32,
-    /// Measure only: no animations and sheets.
+    /// Measure only: no clips, animations and sheets.
     #[arg(long)]
     no_pictures: bool,
     /// Where the attention runs; the rest of the model runs on the CPU, or with the feature `cuda` on the GPU too. `auto`:
@@ -115,17 +117,21 @@ impl BackendName {
         }
     }
 
-    /// Where the attention of a row runs, for a model on `device`.
-    fn compute(self, device: &Device, gpu: Option<&Cuda>, row: &Row) -> Compute {
+    /// Where the attention of a row runs.
+    fn compute(self, model: &Model, gpu: Option<&Cuda>, row: &Row) -> Compute {
+        let head_dim = model.config().dim / model.config().heads;
         #[cfg(feature = "cuda")]
-        if device.is_cuda() {
+        if model.device().is_cuda() {
+            let device = model.device();
             let runs = |recipe: &Recipe| {
-                let supported = || supports(device, DType::BF16, 128, recipe).is_ok();
+                let supported = || supports(device, DType::BF16, head_dim, recipe).is_ok();
                 recipe.name == EXACT || row.narrow && supported()
             };
             return if row.recipes().all(runs) { Compute::Model(device.clone()) } else { Compute::Cpu };
         }
-        let _ = device;
+        let covers = |gpu: &Cuda, recipe| {
+            DevicePlan::covers(gpu.gpu(), recipe, head_dim, vc_attention::DType::Bf16).is_ok()
+        };
         match gpu {
             Some(gpu)
                 if self == BackendName::Cuda
@@ -143,7 +149,7 @@ struct Summarize {
     /// Files of measurements (clips.jsonl), or folders that hold one.
     #[arg(required = true)]
     records: Vec<PathBuf>,
-    /// Show every row's PSNR minus this row's, prompt by prompt.
+    /// Show every row's PSNR minus this row's (by the same backend where it has been measured there), prompt by prompt.
     #[arg(long, value_name = "ROW")]
     against: Option<String>,
     /// Print Markdown.
@@ -239,73 +245,140 @@ fn make(bundle: &Bundle, sampler: &Sampler, row: &Row, prompt: usize, compute: &
 fn generate(bundle: &Bundle, options: &Generate) -> Result<()> {
     ensure!(options.guidance.is_finite(), "a finite guidance, given {}", options.guidance);
     let (steps, guidance) = (usize::from(options.steps), options.guidance);
+    let config = bundle.model.config();
+    options.rows.iter().try_for_each(|row| row.fits(steps, config.depth))?;
     let sampler = Sampler { steps, guidance, ..bundle.sampler };
+    let model = &bundle.model;
+    let gpu = if model.device().is_cpu() { options.backend.gpu()? } else { None };
     let reference: Row = REFERENCE.parse()?;
-    let gpu = if bundle.model.device().is_cpu() { options.backend.gpu()? } else { None };
+    // What the reference is called on disk: the model's own arithmetic is in it.
+    let exact_name = format!("{REFERENCE}{}", on_gpu(model));
+    let plan = |row: &Row| {
+        let compute = options.backend.compute(model, gpu.as_ref(), row);
+        let backend = format!("{}{}", compute.backend(), on_gpu(model));
+        (row.clone(), compute, Setting { row: row.name.clone(), steps, guidance, backend })
+    };
+    let rows: Vec<(Row, Compute, Setting)> =
+        options.rows.iter().filter(|row| row.name != REFERENCE).map(plan).collect();
     fs::create_dir_all(&options.output).with_context(|| options.output.display().to_string())?;
-    let mut record = Record::open(&options.output.join("clips.jsonl"))?;
+    let path = options.output.join("clips.jsonl");
+    let mut record = Record::open(&path)?;
+    note_broken(&path, record.broken());
     for &prompt in &options.prompts {
-        let folder = options.output.join(format!("prompt_{prompt:03}_steps_{steps}"));
+        let folder = options.output.join(format!("prompt_{prompt:03}_steps_{steps}_guidance_{guidance}"));
         fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
-        let wanted: Vec<&Row> = options
-            .rows
-            .iter()
-            .filter(|row| row.name != REFERENCE)
-            .filter(|row| !record.entries().iter().any(|e| e.same(&row.name, prompt, steps, guidance)))
-            .collect();
-        let kept = folder.join(format!("reference_guidance_{guidance}.safetensors"));
-        if wanted.is_empty() && kept.exists() {
-            continue;
-        }
-        let exact = if kept.exists() {
-            candle_core::safetensors::load(&kept, &Device::Cpu)?.remove("clip").context("no clip")?
-        } else {
-            let compute = options.backend.compute(bundle.model.device(), None, &reference);
-            let exact = make(bundle, &sampler, &reference, prompt, &compute)?.clip;
-            exact.save_safetensors("clip", &kept)?;
-            exact
-        };
-        let mut lines = vec![(format!("{}: exact attention", bundle.prompt(prompt)), exact.clone())];
-        for row in wanted {
-            let compute = options.backend.compute(bundle.model.device(), gpu.as_ref(), row);
-            let Made { clip, attention, seconds } = make(bundle, &sampler, row, prompt, &compute)?;
-            let distance = clip::distance(&clip, &exact)?;
-            let counts = attention.counts();
-            record.add(Entry {
-                row: row.name.clone(),
-                prompt,
-                steps,
-                guidance,
-                distance,
-                mean_share: attention.mean_share(),
-                grouped: counts.cold + counts.warm + counts.early,
-                early: counts.early,
-                kept_bytes: attention.kept_bytes(),
-                attention_s: attention.spent().as_secs_f64(),
-                total_s: seconds,
-                device: compute.device(),
-            })?;
-            let Distance { psnr_db, ssim } = distance;
-            if !options.no_pictures {
-                picture::animation(&folder.join(format!("{}.gif", file_name(&row.name))), &clip)?;
+        let files = Files { folder: &folder, shape: config.clip(), pictures: !options.no_pictures };
+        let exact = match files.clip(&exact_name) {
+            Some(clip) => clip,
+            None => {
+                let compute = options.backend.compute(model, None, &reference);
+                let exact = make(bundle, &sampler, &reference, prompt, &compute)?.clip;
+                files.keep(&exact_name, &exact)?;
+                exact
             }
+        };
+        files.animate(&exact_name, &exact)?;
+        let mut lines = vec![(format!("{}: exact attention", bundle.prompt(prompt)), exact.clone())];
+        for (row, compute, setting) in &rows {
+            let name = format!("{}.{}", file_name(&row.name), setting.backend);
+            let measured = record.find(setting, prompt).map(|entry| entry.distance);
+            let kept = if files.pictures { files.clip(&name) } else { None };
+            let (clip, distance) = match (measured, kept) {
+                (Some(distance), Some(clip)) => (clip, distance),
+                (Some(_), None) if options.no_pictures => continue,
+                _ => {
+                    let Made { clip, attention, seconds } = make(bundle, &sampler, row, prompt, compute)?;
+                    let distance = clip::distance(&clip, &exact)?;
+                    if files.pictures {
+                        files.keep(&name, &clip)?;
+                    }
+                    if measured.is_none() {
+                        let counts = attention.counts();
+                        record.add(Entry {
+                            setting: setting.clone(),
+                            prompt,
+                            distance,
+                            mean_share: attention.mean_share(),
+                            grouped: counts.cold + counts.warm + counts.early,
+                            early: counts.early,
+                            kept_bytes: attention.kept_bytes(),
+                            attention_s: attention.spent().as_secs_f64(),
+                            total_s: seconds,
+                            device: compute.device(),
+                        })?;
+                    }
+                    (clip, distance)
+                }
+            };
+            files.animate(&name, &clip)?;
+            let Distance { psnr_db, ssim } = distance;
             lines.push((format!("{}: PSNR {psnr_db:.1} dB, SSIM {ssim:.4}", row.name), clip));
         }
-        if !options.no_pictures {
-            picture::animation(&folder.join(format!("{REFERENCE}.gif")), &exact)?;
+        if files.pictures {
             picture::sheet(&folder.join("sheet.png"), &lines)?;
         }
     }
-    let names: Vec<&str> = options.rows.iter().map(|row| row.name.as_str()).collect();
     let asked = |e: &&Entry| {
-        names.contains(&e.row.as_str())
-            && options.prompts.contains(&e.prompt)
-            && (e.steps, e.guidance) == (steps, guidance)
+        rows.iter().any(|(_, _, setting)| *setting == e.setting) && options.prompts.contains(&e.prompt)
     };
     let entries: Vec<Entry> = record.entries().iter().filter(asked).cloned().collect();
     println!("{}", table(&Summary::all(&entries), None, false)?);
     println!("in {}", options.output.display());
     Ok(())
+}
+
+/// Behind a backend's name where the whole model runs on the GPU, not just a row's attention.
+fn on_gpu(model: &Model) -> &'static str {
+    if model.device().is_cpu() { "" } else { "+model" }
+}
+
+/// What is on disk of a prompt.
+struct Files<'a> {
+    folder: &'a Path,
+    /// Shape of its clips.
+    shape: [usize; 4],
+    /// Whether pictures are made.
+    pictures: bool,
+}
+
+impl Files<'_> {
+    /// A clip that was kept whole.
+    fn clip(&self, name: &str) -> Option<Tensor> {
+        let path = self.folder.join(format!("{name}.safetensors"));
+        let read = || -> Result<Tensor> {
+            let clip =
+                candle_core::safetensors::load(&path, &Device::Cpu)?.remove("clip").context("no clip")?;
+            ensure!(clip.dims() == self.shape, "a clip {:?}, given {:?}", self.shape, clip.dims());
+            Ok(clip)
+        };
+        if !path.exists() {
+            return None;
+        }
+        read().map_err(|e| eprintln!("note: {} is made again: {e:#}", path.display())).ok()
+    }
+
+    /// Keeps a clip; an animation of an earlier one goes.
+    fn keep(&self, name: &str, clip: &Tensor) -> Result<()> {
+        let animation = self.folder.join(format!("{name}.gif"));
+        if animation.exists() {
+            fs::remove_file(&animation).with_context(|| animation.display().to_string())?;
+        }
+        let path = self.folder.join(format!("{name}.safetensors"));
+        record::replace(&path, |path| Ok(clip.save_safetensors("clip", path)?))
+    }
+
+    /// The animation of a clip, where it is wanted and not there.
+    fn animate(&self, name: &str, clip: &Tensor) -> Result<()> {
+        let path = self.folder.join(format!("{name}.gif"));
+        if !self.pictures || path.exists() { Ok(()) } else { picture::animation(&path, clip) }
+    }
+}
+
+/// Says that a record's last line was dropped.
+fn note_broken(path: &Path, line: Option<usize>) {
+    if let Some(line) = line {
+        eprintln!("note: {}, line {line} was only half written: dropped", path.display());
+    }
 }
 
 /// A row's name as a file's.
@@ -317,7 +390,9 @@ fn summarize(options: &Summarize) -> Result<()> {
     let mut entries = Vec::new();
     for path in &options.records {
         let path = if path.is_dir() { path.join("clips.jsonl") } else { path.clone() };
-        entries.extend(record::read(&path)?);
+        let contents = record::read(&path)?;
+        note_broken(&path, contents.broken);
+        entries.extend(contents.entries);
     }
     let summaries = Summary::all(&entries);
     ensure!(!summaries.is_empty(), "no measurements in {:?}", options.records);
@@ -330,9 +405,10 @@ fn summarize(options: &Summarize) -> Result<()> {
 
 fn draw(path: &Path, summaries: &[Summary]) -> Result<()> {
     let dot = |s: &Summary| {
-        let psnr = s.psnr();
-        let text = format!("{} ({} steps, {} prompts)", s.row, s.steps, s.by_prompt.len());
-        Dot { text, mean: [psnr.mean, psnr.low, psnr.high], lowest: s.lowest_psnr() }
+        let Setting { row, steps, guidance, backend } = &s.setting;
+        let prompts = s.by_prompt.len();
+        let text = format!("{row} ({steps} steps, guidance {guidance}, {backend}, {prompts} prompts)");
+        Dot { text, mean: s.psnr(), lowest: s.lowest_psnr() }
     };
     picture::plot(path, "Clips of the tiny video DiT", &summaries.iter().map(dot).collect::<Vec<_>>())
 }
@@ -340,31 +416,42 @@ fn draw(path: &Path, summaries: &[Summary]) -> Result<()> {
 /// The rows of a table, as text or as Markdown.
 fn table(summaries: &[Summary], against: Option<&str>, markdown: bool) -> Result<String> {
     if let Some(name) = against
-        && !summaries.iter().any(|s| s.row == name)
+        && !summaries.iter().any(|s| s.setting.row == name)
     {
         bail!("no row `{name}` to compare with");
     }
-    let mut head = vec!["row", "steps", "prompts", "PSNR dB", "95%", "lowest", "SSIM", "mean share"];
+    let interval = format!("95% (n >= {FEWEST})");
+    let mut head = vec!["row", "steps", "guidance", "backend", "prompts", "PSNR dB", &interval];
+    head.extend(["lowest", "SSIM", "mean share"]);
     let difference = against.map(|name| format!("PSNR over {name}"));
     head.extend(difference.as_deref());
     let mut lines = Vec::new();
     for s in summaries {
         let (psnr, ssim) = (s.psnr(), s.ssim());
+        let Setting { row, steps, guidance, backend } = &s.setting;
         let mut line = vec![
-            s.row.clone(),
-            s.steps.to_string(),
+            row.clone(),
+            steps.to_string(),
+            guidance.to_string(),
+            backend.clone(),
             s.by_prompt.len().to_string(),
             format!("{:.2}", psnr.mean),
-            format!("{:.2} to {:.2}", psnr.low, psnr.high),
+            psnr.interval.map_or_else(|| "-".into(), |[low, high]| format!("{low:.2} to {high:.2}")),
             format!("{:.2}", s.lowest_psnr()),
             format!("{:.5}", ssim.mean),
             s.mean_share().map_or_else(|| "-".into(), |share| format!("{:.1}%", 100.0 * share)),
         ];
         if let Some(name) = against {
-            let other =
-                summaries.iter().find(|o| o.row == name && (o.steps, o.guidance) == (s.steps, s.guidance));
-            line.push(match other.and_then(|other| s.psnr_over(other)) {
-                Some((d, n)) => format!("{:+.2} ({:+.2} to {:+.2}, n = {n})", d.mean, d.low, d.high),
+            let mut others = summaries.iter().filter(|o| {
+                let o = &o.setting;
+                o.row == name && (o.steps, o.guidance) == (*steps, *guidance)
+            });
+            let same = others.clone().find(|o| o.setting.backend == *backend);
+            line.push(match same.or_else(|| others.next()).and_then(|other| s.psnr_over(other)) {
+                Some((Mean { mean, interval: Some([low, high]) }, n)) => {
+                    format!("{mean:+.2} ({low:+.2} to {high:+.2}, n = {n})")
+                }
+                Some((Mean { mean, interval: None }, n)) => format!("{mean:+.2} (n = {n})"),
                 None => "-".into(),
             });
         }
@@ -424,55 +511,71 @@ const FLOOR_DB: [(&str, f64); 2] = [("exact@io=f32", 60.0), ("exact", 56.0)];
 const F32_DB: f64 = 90.0;
 
 fn check(bundle: &Bundle, options: &Check) -> Result<()> {
-    ensure!(
-        (1..=bundle.sampler.steps).contains(&options.steps),
-        "1 to {} steps, given {}",
-        bundle.sampler.steps,
-        options.steps
-    );
+    let (stop, all) = (options.steps, bundle.sampler.steps);
+    ensure!((1..=all).contains(&stop), "1 to {all} steps, given {stop}");
+    // What the reference must have for this, said before the work.
+    let states: Vec<usize> =
+        probe::STEPS.iter().filter_map(|s| s.checked_sub(1)).filter(|&s| s < stop).collect();
+    let clips: &[usize] = if stop == all { &[0, 1] } else { &[] };
+    let runs: Vec<(usize, &str, f64)> = [(0, FLOOR_DB[0]), (1, FLOOR_DB[0]), (0, FLOOR_DB[1])]
+        .into_iter()
+        .filter(|(prompt, _)| *prompt == 0 || clips.contains(prompt))
+        .map(|(prompt, (name, floor))| (prompt, name, floor))
+        .collect();
+    let names = states.iter().map(|step| format!("bf16_x.{step}"));
+    let f32_clip = if stop == all { Some("fp32.0") } else { None };
+    let names = names.chain(clips.iter().map(|p| format!("bf16.{p}"))).chain(f32_clip.map(String::from));
+    for name in names.chain(runs.iter().map(|(prompt, ..)| format!("noise.{prompt}"))) {
+        bundle.required(&name)?;
+    }
     let mut worst = f64::INFINITY;
     let mut compare = |what: &str, x: &Tensor, name: &str, floor: f64| -> Result<()> {
-        let Some(expected) = bundle.reference(name) else { return Ok(()) };
-        let d = clip::distance(x, expected)?;
+        let d = clip::distance(x, bundle.required(name)?)?;
         println!("{what:<24} against {name:<10} PSNR {:6.2} dB, SSIM {:.6}", d.psnr_db, d.ssim);
         worst = worst.min(d.psnr_db - floor);
         Ok(())
     };
-    for (prompt, (name, floor)) in [(0, FLOOR_DB[0]), (1, FLOOR_DB[0]), (0, FLOOR_DB[1])] {
+    for (prompt, name, floor) in runs {
         let row: Row = name.parse()?;
-        let compute = options.backend.compute(bundle.model.device(), None, &row);
-        let mut attention =
-            RowAttention::new(&row, bundle.sampler.steps, bundle.model.config().grid(), &compute)?;
-        let stop = options.steps;
-        let mut states = Vec::new();
+        let compute = options.backend.compute(&bundle.model, None, &row);
+        let mut attention = RowAttention::new(&row, all, bundle.model.config().grid(), &compute)?;
+        let mut made = Vec::new();
         let sampled = bundle.sampler.sample(
             &bundle.model,
             &bundle.prompt(prompt),
             &bundle.noise(prompt)?,
             &mut attention,
             |step, x| {
-                states.push(x.clone());
-                ensure!(step + 1 < stop || stop == bundle.sampler.steps, "stopped");
+                made.push(x.clone());
+                ensure!(step + 1 < stop || stop == all, "stopped");
                 Ok(())
             },
         );
-        if states.len() < stop {
+        if made.len() < stop {
             sampled?;
             bail!("the sampler stopped early");
         }
         if prompt == 0 {
-            for (step, x) in states.iter().enumerate() {
-                compare(&format!("{name}, step {step}"), x, &format!("bf16_x.{step}"), floor)?;
+            for &step in &states {
+                compare(&format!("{name}, step {step}"), &made[step], &format!("bf16_x.{step}"), floor)?;
             }
         }
-        if let (true, Some(x)) = (stop == bundle.sampler.steps, states.last()) {
-            compare(&format!("{name}, clip {prompt}"), x, &format!("bf16.{prompt}"), floor)?;
-            if name.ends_with("f32") {
-                compare(&format!("{name}, clip {prompt}"), x, &format!("fp32.{prompt}"), F32_DB)?;
+        if clips.contains(&prompt) {
+            let (what, x) = (format!("{name}, clip {prompt}"), &made[stop - 1]);
+            compare(&what, x, &format!("bf16.{prompt}"), floor)?;
+            if let (Some(of), 0, true) = (f32_clip, prompt, name.ends_with("f32")) {
+                compare(&what, x, of, F32_DB)?;
             }
         }
     }
     ensure!(worst >= 0.0, "{:.2} dB below the floor: this port does not reproduce the reference", -worst);
-    println!("reproduces the reference");
+    let checked = format!("the states of prompt 0 behind steps {states:?}");
+    if stop == all {
+        println!("reproduces the reference: {checked}, and the clips of prompts {clips:?}");
+    } else {
+        println!(
+            "reproduces the reference as far as it was run: {checked}; no clip, which takes all {all} steps"
+        );
+    }
     Ok(())
 }

@@ -3,6 +3,7 @@
 use anyhow::{Result, ensure};
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
+use vc_attention::Error;
 
 /// PSNR of equal clips, which is infinite and would spoil every mean.
 pub const EQUAL_DB: f64 = 99.0;
@@ -20,11 +21,19 @@ pub struct Distance {
 /// Compares two clips.
 ///
 /// # Errors
-/// When their shapes differ or a pixel is not finite.
+/// When their shapes differ, a frame is smaller than the window, there is none, or a pixel is not finite.
 pub fn distance(a: &Tensor, b: &Tensor) -> Result<Distance> {
     let (shape, other) = (a.dims4()?, b.dims4()?);
     ensure!(shape == other, "clips of the same shape, given {shape:?} and {other:?}");
-    let (_, _, height, width) = shape;
+    let (channels, frames, height, width) = shape;
+    if height.min(width) < WINDOW || channels * frames == 0 {
+        return Err(Error::Tensor {
+            tensor: "clip",
+            expected: format!("at least one channel and frame, of at least {WINDOW} x {WINDOW} pixels"),
+            given: format!("{shape:?}"),
+        }
+        .into());
+    }
     let pixels = |x: &Tensor| -> Result<Vec<f32>> {
         let x = x.flatten_all()?.to_vec1::<f32>()?;
         ensure!(x.iter().all(|x| x.is_finite()), "a clip with a pixel that is not finite");

@@ -1,15 +1,18 @@
 //! Clips as a person looks at them: animations, and one sheet of frames with a line for every row.
 
 use std::fs::File;
-use std::io::BufWriter;
+use std::io::{BufWriter, Write};
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use candle_core::Tensor;
 use epaint_default_fonts::UBUNTU_LIGHT;
 use gif::{Encoder, Frame, Repeat};
 use plotters::prelude::*;
 use plotters::style::{FontStyle, register_font};
+
+use crate::record::replace;
+use crate::statistics::{FEWEST, Mean};
 
 /// Pixels of a picture per pixel of a clip.
 const ZOOM: usize = 3;
@@ -30,7 +33,9 @@ struct Frames {
 
 impl Frames {
     fn new(clip: &Tensor) -> Result<Self> {
-        let (_, frames, height, width) = clip.dims4()?;
+        let (channels, frames, height, width) = clip.dims4()?;
+        let shape = [channels, frames, height, width];
+        ensure!(channels == 3 && clip.elem_count() > 0, "a clip [3, frames, height, width], given {shape:?}");
         let x = clip.permute([1, 2, 3, 0])?.flatten_all()?.to_vec1::<f32>()?;
         let byte = |x: &f32| ((x.clamp(-1.0, 1.0) / 2.0 + 0.5) * 255.0).round() as u8;
         let rgb = x.chunks_exact(x.len() / frames).map(|frame| frame.iter().map(byte).collect()).collect();
@@ -54,15 +59,17 @@ impl Frames {
 pub fn animation(path: &Path, clip: &Tensor) -> Result<()> {
     let frames = Frames::new(clip)?;
     let (width, height) = ((frames.width * ZOOM) as u16, (frames.height * ZOOM) as u16);
-    let file = File::create(path).with_context(|| path.display().to_string())?;
-    let mut encoder = Encoder::new(file, width, height, &[])?;
-    encoder.set_repeat(Repeat::Infinite)?;
-    for i in 0..frames.rgb.len() {
-        let mut frame = Frame::from_rgb(width, height, &frames.zoomed(i));
-        frame.delay = DELAY;
-        encoder.write_frame(&frame)?;
-    }
-    Ok(())
+    replace(path, |path| {
+        let mut encoder = Encoder::new(BufWriter::new(File::create(path)?), width, height, &[])?;
+        encoder.set_repeat(Repeat::Infinite)?;
+        for i in 0..frames.rgb.len() {
+            let mut frame = Frame::from_rgb(width, height, &frames.zoomed(i));
+            frame.delay = DELAY;
+            encoder.write_frame(&frame)?;
+        }
+        encoder.into_inner()?.flush()?;
+        Ok(())
+    })
 }
 
 /// Writes frames of several clips, evenly spaced in time, one line a clip with its text above.
@@ -102,12 +109,14 @@ pub fn sheet(path: &Path, clips: &[(String, Tensor)]) -> Result<()> {
 
 /// Writes packed RGB as a PNG.
 fn write(path: &Path, (width, height): (u32, u32), rgb: &[u8]) -> Result<()> {
-    let file = File::create(path).with_context(|| path.display().to_string())?;
-    let mut encoder = png::Encoder::new(BufWriter::new(file), width, height);
-    encoder.set_color(png::ColorType::Rgb);
-    encoder.set_depth(png::BitDepth::Eight);
-    encoder.write_header()?.write_image_data(rgb)?;
-    Ok(())
+    replace(path, |path| {
+        let mut encoder = png::Encoder::new(BufWriter::new(File::create(path)?), width, height);
+        encoder.set_color(png::ColorType::Rgb);
+        encoder.set_depth(png::BitDepth::Eight);
+        let mut writer = encoder.write_header()?;
+        writer.write_image_data(rgb)?;
+        Ok(writer.finish()?)
+    })
 }
 
 /// A row of a plot: mean PSNR with the ends of its interval, and the lowest.
@@ -115,8 +124,8 @@ fn write(path: &Path, (width, height): (u32, u32), rgb: &[u8]) -> Result<()> {
 pub struct Dot {
     /// Name.
     pub text: String,
-    /// Mean, lower and upper end of its interval in dB.
-    pub mean: [f64; 3],
+    /// Mean in dB and the interval, where there is one.
+    pub mean: Mean,
     /// Lowest of a prompt in dB.
     pub lowest: f64,
 }
@@ -127,19 +136,22 @@ pub struct Dot {
 /// Of the file.
 pub fn plot(path: &Path, title: &str, dots: &[Dot]) -> Result<()> {
     let _ = register_font(FONT, FontStyle::Normal, UBUNTU_LIGHT);
-    let (left, right, top, step) = (430, 40, 70, 30);
-    let size = (1100, (top + step * dots.len() as i32 + 60) as u32);
+    let (left, right, top, step) = (560, 40, 70, 30);
+    let size = (1230, (top + step * dots.len() as i32 + 60) as u32);
     let mut rgb = vec![0; size.0 as usize * size.1 as usize * 3];
     let root = BitMapBackend::with_buffer(&mut rgb, size).into_drawing_area();
     root.fill(&WHITE)?;
     let low = dots.iter().map(|d| d.lowest).fold(f64::INFINITY, f64::min).floor() - 1.0;
-    let high = dots.iter().map(|d| d.mean[2]).fold(f64::NEG_INFINITY, f64::max).ceil() + 1.0;
+    let upper = |d: &Dot| d.mean.interval.map_or(d.mean.mean, |[_, upper]| upper);
+    let high = dots.iter().map(upper).fold(f64::NEG_INFINITY, f64::max).ceil() + 1.0;
     let x = |db: f64| left + ((db - low) / (high - low) * f64::from(size.0 as i32 - left - right)) as i32;
     let bottom = top + step * dots.len() as i32;
     root.draw(&Text::new(title, (16, 14), (FONT, 22).into_font()))?;
-    let note =
-        "dot: mean, bar: 95% interval of the mean, cross: lowest prompt; PSNR in dB against exact attention";
-    root.draw(&Text::new(note, (16, 42), (FONT, 15).into_font().color(&BLACK.mix(0.6))))?;
+    let note = format!(
+        "dot: mean, bar: 95% interval of the mean (from {FEWEST} prompts on), cross: lowest prompt; PSNR in dB against \
+         exact attention"
+    );
+    root.draw(&Text::new(note.as_str(), (16, 42), (FONT, 15).into_font().color(&BLACK.mix(0.6))))?;
     let stride = if high - low > 30.0 { 5.0 } else { 2.0 };
     let mut tick = (low / stride).ceil() * stride;
     while tick <= high {
@@ -149,10 +161,11 @@ pub fn plot(path: &Path, title: &str, dots: &[Dot]) -> Result<()> {
     }
     for (i, dot) in dots.iter().enumerate() {
         let y = top + step * i as i32 + step / 2;
-        let [mean, lower, upper] = dot.mean;
         root.draw(&Text::new(dot.text.as_str(), (16, y - 9), (FONT, 17).into_font()))?;
-        root.draw(&Rectangle::new([(x(lower), y - 2), (x(upper), y + 2)], BLUE.mix(0.35).filled()))?;
-        root.draw(&Circle::new((x(mean), y), 5, BLUE.filled()))?;
+        if let Some([lower, upper]) = dot.mean.interval {
+            root.draw(&Rectangle::new([(x(lower), y - 2), (x(upper), y + 2)], BLUE.mix(0.35).filled()))?;
+        }
+        root.draw(&Circle::new((x(dot.mean.mean), y), 5, BLUE.filled()))?;
         root.draw(&Cross::new((x(dot.lowest), y), 4, BLACK.mix(0.5)))?;
     }
     root.present()?;

@@ -1,26 +1,44 @@
 //! Measurements on disk: one JSON object a line for every clip, appended as it is finished, so that a run which is
 //! interrupted goes on where it stopped.
 
-use std::fs::{File, OpenOptions};
-use std::io::{BufRead, BufReader, Write};
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
+use vc_attention::backend::Backend;
+use vc_attention::backend::cpu::Cpu;
 
 use crate::clip::Distance;
 
-/// One clip against exact attention from the same noise.
+/// What was measured; with the prompt it is what a measurement is known by.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Entry {
+pub struct Setting {
     /// The row, as it was written.
     pub row: String,
-    /// Index of the prompt and its noise.
-    pub prompt: usize,
     /// Denoising steps.
     pub steps: usize,
     /// Weight of the guidance.
     pub guidance: f32,
+    /// Backend that computed the row's attention, with `+model` behind it where the rest of the model ran on the GPU too;
+    /// `cpu` in records from before there was another.
+    #[serde(default = "cpu")]
+    pub backend: String,
+}
+
+fn cpu() -> String {
+    Cpu.name().into()
+}
+
+/// One clip against exact attention from the same noise.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Entry {
+    /// What was measured.
+    #[serde(flatten)]
+    pub setting: Setting,
+    /// Index of the prompt and its noise.
+    pub prompt: usize,
     /// Distance from the clip of the reference row.
     #[serde(flatten)]
     pub distance: Distance,
@@ -36,15 +54,8 @@ pub struct Entry {
     pub attention_s: f64,
     /// Seconds of the clip.
     pub total_s: f64,
-    /// Where the attention ran.
+    /// Where the attention ran, in words.
     pub device: String,
-}
-
-impl Entry {
-    /// Whether both are the same measurement.
-    pub fn same(&self, row: &str, prompt: usize, steps: usize, guidance: f32) -> bool {
-        (self.row.as_str(), self.prompt, self.steps, self.guidance) == (row, prompt, steps, guidance)
-    }
 }
 
 /// A file of entries that grows.
@@ -52,24 +63,41 @@ impl Entry {
 pub struct Record {
     path: PathBuf,
     file: File,
-    entries: Vec<Entry>,
+    contents: Contents,
 }
 
 impl Record {
-    /// Opens or begins a record.
+    /// Opens or begins a record; a last line that is only half there is cut off.
     ///
     /// # Errors
-    /// When the file cannot be opened or a line is not an entry.
+    /// When the file cannot be opened or another line is not an entry.
     pub fn open(path: &Path) -> Result<Self> {
-        let entries = if path.exists() { read(path)? } else { Vec::new() };
-        let file = OpenOptions::new().create(true).append(true).open(path);
-        let file = file.with_context(|| path.display().to_string())?;
-        Ok(Self { path: path.into(), file, entries })
+        let contents = if path.exists() { read(path)? } else { Contents::default() };
+        let open = || -> std::io::Result<File> {
+            let mut file = OpenOptions::new().create(true).append(true).open(path)?;
+            file.set_len(contents.whole)?;
+            if contents.unterminated {
+                file.write_all(b"\n")?;
+            }
+            Ok(file)
+        };
+        let file = open().with_context(|| path.display().to_string())?;
+        Ok(Self { path: path.into(), file, contents })
     }
 
     /// What it holds.
     pub fn entries(&self) -> &[Entry] {
-        &self.entries
+        &self.contents.entries
+    }
+
+    /// Number of the line that was cut off.
+    pub fn broken(&self) -> Option<usize> {
+        self.contents.broken
+    }
+
+    /// The measurement of a setting and prompt.
+    pub fn find(&self, setting: &Setting, prompt: usize) -> Option<&Entry> {
+        self.entries().iter().rfind(|e| e.prompt == prompt && e.setting == *setting)
     }
 
     /// Adds an entry, in one write.
@@ -79,19 +107,55 @@ impl Record {
     pub fn add(&mut self, entry: Entry) -> Result<()> {
         let line = serde_json::to_string(&entry)? + "\n";
         self.file.write_all(line.as_bytes()).with_context(|| self.path.display().to_string())?;
-        self.entries.push(entry);
+        self.contents.entries.push(entry);
         Ok(())
     }
+}
+
+/// What a file of entries holds.
+#[derive(Debug, Default)]
+pub struct Contents {
+    /// Its entries.
+    pub entries: Vec<Entry>,
+    /// Number of the last line where a run that was killed left it half written; it counts as not there.
+    pub broken: Option<usize>,
+    /// Bytes of the lines that are entries.
+    whole: u64,
+    /// Whether the last of them lacks its end of line.
+    unterminated: bool,
 }
 
 /// The entries of a file.
 ///
 /// # Errors
-/// When it cannot be read or a line is not an entry.
-pub fn read(path: &Path) -> Result<Vec<Entry>> {
-    let file = File::open(path).with_context(|| path.display().to_string())?;
-    let parse = |(i, line): (usize, std::io::Result<String>)| -> Result<Entry> {
-        serde_json::from_str(&line?).with_context(|| format!("{}, line {}", path.display(), i + 1))
-    };
-    BufReader::new(file).lines().enumerate().map(parse).collect()
+/// When it cannot be read or a line is not an entry, other than a last one that was not finished.
+pub fn read(path: &Path) -> Result<Contents> {
+    let bytes = fs::read(path).with_context(|| path.display().to_string())?;
+    let mut contents = Contents::default();
+    for (i, line) in bytes.split_inclusive(|&byte| byte == b'\n').enumerate() {
+        let unterminated = !line.ends_with(b"\n");
+        match serde_json::from_slice(line) {
+            Ok(entry) => contents.entries.push(entry),
+            Err(_) if unterminated => {
+                contents.broken = Some(i + 1);
+                break;
+            }
+            Err(e) => return Err(e).with_context(|| format!("{}, line {}", path.display(), i + 1)),
+        }
+        contents.whole += line.len() as u64;
+        contents.unterminated = unterminated;
+    }
+    Ok(contents)
+}
+
+/// Writes a file under a temporary name, which then takes the place of `path`: what is there is whole, whenever a run
+/// is killed.
+///
+/// # Errors
+/// Of `write` or the file system.
+pub fn replace(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+    let mut part = path.as_os_str().to_owned();
+    part.push(".part");
+    let part = PathBuf::from(part);
+    write(&part).and_then(|()| Ok(fs::rename(&part, path)?)).with_context(|| path.display().to_string())
 }

@@ -7,13 +7,13 @@ use std::ops::RangeInclusive;
 use std::str::FromStr;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use vc_attention::Recipe;
 use vc_attention::schedule::{Demeaning, ScheduleConfig, Sites, Window};
+use vc_attention::{Error, Recipe};
 
 /// The keys of a row and their values, for help texts.
 pub const KEYS: &str = "\
 window=first:N|every:N|all  steps that group: the first N (default: a quarter), every Nth, all
-refresh=N                   steps that one order serves (default 4)
+refresh=N                   steps that one order serves (default 4; with every:N it is N)
 demean=always|window        steps that subtract block means (default always)
 warm=on|off                 refreshes start from the clusters before (default on)
 drift=F                     refresh early once the means' energy falls below F of what it was (default off)
@@ -57,6 +57,27 @@ impl Row {
             drift: self.drift,
             ..paper
         }
+    }
+
+    /// Whether every step and layer that the row names is one of a clip of `steps` steps and a model of `layers` layers.
+    ///
+    /// # Errors
+    /// Of the first range that goes beyond.
+    pub fn fits(&self, steps: usize, layers: usize) -> vc_attention::Result<()> {
+        for instead in &self.instead {
+            for (option, range, count) in
+                [("steps", &instead.steps, steps), ("layers", &instead.layers, layers)]
+            {
+                if let Some(range) = range.as_ref().filter(|range| *range.end() >= count) {
+                    return Err(Error::Option {
+                        option,
+                        expected: format!("{option} below {count} in row `{}`", self.name),
+                        given: format!("{}-{}", range.start(), range.end()),
+                    });
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Every recipe that takes part.

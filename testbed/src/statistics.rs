@@ -6,69 +6,63 @@ use std::collections::BTreeMap;
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
 
-use crate::record::Entry;
+use crate::record::{Entry, Setting};
 
 /// Resamples of an interval.
 const RESAMPLES: usize = 10_000;
 /// Seed of the resampling.
 const SEED: u64 = 0;
+/// Fewest prompts that an interval is given for: resamples of fewer are a handful of values, whose percentiles are
+/// mostly the extremes.
+pub const FEWEST: usize = 5;
 
-/// A mean over prompts with its 95% interval (percentile bootstrap, 10,000 resamples of the prompts, seed 0).
+/// A mean over prompts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Mean {
-    /// The mean.
+    /// The mean; NaN of no value.
     pub mean: f64,
-    /// Lower end of the interval.
-    pub low: f64,
-    /// Upper end of the interval.
-    pub high: f64,
+    /// Ends of its 95% interval (percentile bootstrap, 10,000 resamples of the prompts, seed 0), from [`FEWEST`]
+    /// prompts on.
+    pub interval: Option<[f64; 2]>,
 }
 
 impl Mean {
-    /// Of at least one value.
+    /// The mean of some values.
     pub fn of(values: &[f64]) -> Self {
         let mean = |sum: f64| sum / values.len() as f64;
+        let whole = mean(values.iter().sum());
+        if values.len() < FEWEST {
+            return Self { mean: whole, interval: None };
+        }
         let mut random = ChaCha8Rng::seed_from_u64(SEED);
         let mut resample =
             |_| mean((0..values.len()).map(|_| values[random.random_range(0..values.len())]).sum());
         let mut means: Vec<f64> = (0..RESAMPLES).map(&mut resample).collect();
         means.sort_by(f64::total_cmp);
         let quantile = |q: f64| means[((RESAMPLES - 1) as f64 * q).round() as usize];
-        Self { mean: mean(values.iter().sum()), low: quantile(0.025), high: quantile(0.975) }
+        Self { mean: whole, interval: Some([quantile(0.025), quantile(0.975)]) }
     }
 }
 
 /// A row over its prompts.
 #[derive(Clone, Debug)]
 pub struct Summary {
-    /// The row.
-    pub row: String,
-    /// Denoising steps.
-    pub steps: usize,
-    /// Weight of the guidance.
-    pub guidance: f32,
+    /// What was measured.
+    pub setting: Setting,
     /// Entries by prompt.
     pub by_prompt: BTreeMap<usize, Entry>,
 }
 
 impl Summary {
-    /// Groups entries by row, steps and guidance, in the order in which they first come; of two entries for one
-    /// prompt the last counts.
+    /// Groups entries by setting, in the order in which they first come; of two entries for one prompt the last
+    /// counts.
     pub fn all(entries: &[Entry]) -> Vec<Summary> {
         let mut all: Vec<Summary> = Vec::new();
         for entry in entries {
-            let of = |s: &&mut Summary| {
-                (s.row.as_str(), s.steps, s.guidance) == (entry.row.as_str(), entry.steps, entry.guidance)
-            };
-            let summary = match all.iter_mut().find(of) {
+            let summary = match all.iter_mut().find(|s| s.setting == entry.setting) {
                 Some(summary) => summary,
                 None => {
-                    all.push(Summary {
-                        row: entry.row.clone(),
-                        steps: entry.steps,
-                        guidance: entry.guidance,
-                        by_prompt: BTreeMap::new(),
-                    });
+                    all.push(Summary { setting: entry.setting.clone(), by_prompt: BTreeMap::new() });
                     all.last_mut().expect("just pushed")
                 }
             };

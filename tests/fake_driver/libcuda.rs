@@ -1,18 +1,21 @@
 //! A CUDA driver for machines without a GPU: as much of the driver API as this crate calls, with host memory for
-//! device memory, kernels that do nothing and events a millisecond apart. `tests/gpu_cli.rs` builds it as
-//! `libcuda.so`, so that everything around the kernels (choosing a GPU, falling back, timing, reporting) runs
-//! wherever the tests do. `FAKE_CUDA` says what is wrong with it.
+//! device memory, kernels that do nothing (next to nothing where asked for: `launched`) and events a millisecond apart. `tests/fake_driver/mod.rs`
+//! builds it as `libcuda.so`, so that everything around the kernels (choosing a GPU, planning, falling back, timing,
+//! reporting) runs wherever the tests do. `FAKE_CUDA` says what is wrong with it.
 
 #![allow(non_snake_case)]
 
+use std::cell::Cell;
 use std::env;
-use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 const SUCCESS: c_int = 0;
 const NO_DEVICE: c_int = 100;
+const INVALID_CONTEXT: c_int = 201;
 const UNSUPPORTED_PTX: c_int = 222;
+const ILLEGAL_ADDRESS: c_int = 700;
 /// Handles only have to differ from null.
 const HANDLE: *mut c_void = 0x1000 as *mut c_void;
 
@@ -58,8 +61,45 @@ unsafe fn give<T>(to: *mut T, value: T) -> c_int {
     SUCCESS
 }
 
-static CONTEXT: AtomicUsize = AtomicUsize::new(0);
 static NOW: AtomicUsize = AtomicUsize::new(0);
+static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
+static ATTENTIONS: AtomicUsize = AtomicUsize::new(0);
+thread_local! {
+    /// The current context, as the real driver has it: of a thread.
+    static CONTEXT: Cell<*mut c_void> = const { Cell::new(ptr::null_mut()) };
+}
+
+fn in_context() -> bool {
+    !CONTEXT.get().is_null()
+}
+
+/// Allocations of device memory so far: for tests.
+#[unsafe(no_mangle)]
+pub extern "C" fn fake_allocations() -> usize {
+    ALLOCATIONS.load(Ordering::Relaxed)
+}
+
+/// What a kernel leaves where that is asked for (see `cuLaunchKernel`): an assignment moves the first token to cluster 1; the attention (of
+/// Hopper) writes a 1 of its output type, and under `loud` a score beyond f16.
+unsafe fn launched(name: &CStr, parameters: *mut *mut c_void) {
+    let name = name.to_bytes();
+    unsafe {
+        let parameter = |i: usize| parameters.add(i).read().cast::<u64>().read();
+        if name.starts_with(b"kmeans_assign") {
+            (parameter(4) as *mut u16).write(1);
+        } else if name.starts_with(b"attention_sm90") {
+            let (o, row_max) = (parameter(7), parameter(10));
+            match parameter(21) as u32 {
+                0 => (o as *mut f32).write(1.0),
+                1 => (o as *mut u16).write(0x3C00),
+                _ => (o as *mut u16).write(0x3F80),
+            }
+            if is("loud") {
+                (row_max as *mut f32).write(1e6);
+            }
+        }
+    }
+}
 
 entries! {
     cuInit(flags: c_uint) { if is("no-device") { NO_DEVICE } else { SUCCESS } }
@@ -84,9 +124,9 @@ entries! {
     }
     cuDevicePrimaryCtxRetain(context: *mut *mut c_void, device: c_int) { give(context, HANDLE) }
     cuDevicePrimaryCtxRelease_v2(device: c_int) { SUCCESS }
-    cuCtxGetCurrent(context: *mut *mut c_void) { give(context, CONTEXT.load(Ordering::Relaxed) as *mut c_void) }
+    cuCtxGetCurrent(context: *mut *mut c_void) { give(context, CONTEXT.get()) }
     cuCtxSetCurrent(context: *mut c_void) {
-        CONTEXT.store(context as usize, Ordering::Relaxed);
+        CONTEXT.set(context);
         SUCCESS
     }
     cuCtxSynchronize() { SUCCESS }
@@ -97,7 +137,8 @@ entries! {
     }
     cuModuleUnload(module: *mut c_void) { SUCCESS }
     cuModuleGetFunction(function: *mut *mut c_void, module: *mut c_void, name: *const c_char) {
-        give(function, HANDLE)
+        // Its name, for `launched`.
+        give(function, CString::from(CStr::from_ptr(name)).into_raw().cast())
     }
     cuFuncGetAttribute(value: *mut c_int, attribute: c_int, function: *mut c_void) {
         // Shared bytes, local bytes, registers.
@@ -105,6 +146,10 @@ entries! {
     }
     cuFuncSetAttribute(function: *mut c_void, attribute: c_int, value: c_int) { SUCCESS }
     cuMemAlloc_v2(at: *mut u64, bytes: usize) {
+        if !in_context() {
+            return INVALID_CONTEXT;
+        }
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
         // Handed out in steps of 256, as the real driver does.
         let memory = calloc(bytes + 256, 1) as u64;
         let aligned = (memory + 256) & !255;
@@ -120,14 +165,23 @@ entries! {
         SUCCESS
     }
     cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, stream: *mut c_void) {
+        if !in_context() {
+            return INVALID_CONTEXT;
+        }
         ptr::copy_nonoverlapping(from as *const u8, to as *mut u8, bytes);
         SUCCESS
     }
     cuMemcpyDtoH_v2(to: *mut c_void, from: u64, bytes: usize) {
+        if is("unreadable") {
+            return ILLEGAL_ADDRESS;
+        }
         ptr::copy_nonoverlapping(from as *const u8, to.cast(), bytes);
         SUCCESS
     }
     cuMemsetD8Async(to: u64, byte: u8, bytes: usize, stream: *mut c_void) {
+        if !in_context() {
+            return INVALID_CONTEXT;
+        }
         ptr::write_bytes(to as *mut u8, byte, bytes);
         SUCCESS
     }
@@ -137,7 +191,20 @@ entries! {
     cuLaunchKernel(
         function: *mut c_void, x: c_uint, y: c_uint, z: c_uint, bx: c_uint, by: c_uint, bz: c_uint, shared: c_uint,
         stream: *mut c_void, parameters: *mut *mut c_void, extra: *mut *mut c_void
-    ) { SUCCESS }
+    ) {
+        if !in_context() {
+            return INVALID_CONTEXT;
+        }
+        let attends = CStr::from_ptr(function.cast()).to_bytes().starts_with(b"attention_");
+        // The second attention of a process.
+        if attends && is("second-attention-fails") && ATTENTIONS.fetch_add(1, Ordering::Relaxed) == 1 {
+            return ILLEGAL_ADDRESS;
+        }
+        if is("traces") || is("loud") || is("second-attention-fails") {
+            launched(CStr::from_ptr(function.cast()), parameters);
+        }
+        SUCCESS
+    }
     cuEventCreate(event: *mut *mut c_void, flags: c_uint) { give(event, calloc(1, size_of::<usize>())) }
     cuEventDestroy_v2(event: *mut c_void) {
         free(event);
@@ -154,6 +221,8 @@ entries! {
         give(text, match error {
             NO_DEVICE => c"CUDA_ERROR_NO_DEVICE",
             101 => c"CUDA_ERROR_INVALID_DEVICE",
+            INVALID_CONTEXT => c"CUDA_ERROR_INVALID_CONTEXT",
+            ILLEGAL_ADDRESS => c"CUDA_ERROR_ILLEGAL_ADDRESS",
             UNSUPPORTED_PTX => c"CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
             _ => c"CUDA_ERROR_UNKNOWN",
         }.as_ptr())

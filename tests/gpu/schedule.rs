@@ -1,10 +1,11 @@
 //! What a denoising schedule keeps on the GPU: labels out of one plan and into another.
 
+use vc_attention::backend::Backend;
 use vc_attention::backend::cpu::Cpu;
 use vc_attention::backend::cuda::{Buffer, Cuda, DeviceOperands, Grouping};
 use vc_attention::grouping::{KeptOrder, group_from};
 use vc_attention::schedule::{Schedule, ScheduleConfig, Site};
-use vc_attention::{DType, Error, Problem};
+use vc_attention::{DType, Error, Plan, Problem};
 
 use crate::call::{OnGpu, Wanted};
 use crate::common::{Case, F32_LSE, o, recipe, relative};
@@ -68,6 +69,28 @@ fn labels_bring_an_order_back_on_another_plan() {
             assert!(moved * 20 <= len, "batch {b}, head {head}: {moved} of {len} labels differ");
         }
     }
+}
+
+/// The backend refreshes on a plan of its own what a plan refreshes in place: the same labels, and the old ones stay.
+#[test]
+fn a_refresh_on_another_plan_is_the_same() {
+    let Some(gpu) = gpu() else { return };
+    let cuda = Cuda::new(0).expect("the GPU is there");
+    let case = Case::new([1, 2, 2], [70, 2500], 128);
+    let (first, second) = (plain(case, 92, DType::Bf16), plain(case, 93, DType::Bf16));
+    let recipe = recipe("vc16-expcast");
+    let [made, now] = [&first, &second].map(|x| OnGpu::new(&gpu, &x.problem(), &recipe, Wanted::default()));
+    let before = made.group(Grouping::Cold).labels;
+    // SAFETY: both calls have the same sizes; `operands` waits for the stream.
+    unsafe { made.plan.group(gpu.stream(), &now.tensors, Grouping::Warm) }.expect("launches");
+    let expected = made.operands().labels;
+    assert_ne!(before, expected);
+    let plan = Plan::new(&first.problem(), &recipe, F32_LSE).expect("a valid plan");
+    let old = cuda.group(&plan, &first.problem(), None).expect("groups");
+    let refreshed = cuda.group(&plan, &second.problem(), Some(&old)).expect("refreshes");
+    let labels =
+        |order| -> Vec<u16> { cuda.keep(order).expect("reads").iter().flat_map(KeptOrder::labels).collect() };
+    assert_eq!((labels(&refreshed), labels(&old)), (expected, before));
 }
 
 /// A clip on the GPU's backend is the CPU's, step by step, within the tolerance of the kernels.

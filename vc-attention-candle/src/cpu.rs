@@ -7,7 +7,7 @@ use vc_attention::backend::Backend;
 use vc_attention::backend::cpu::Cpu;
 use vc_attention::grouping::KeptOrder;
 use vc_attention::tensor::Buffer;
-use vc_attention::{Output, OutputType, Plan, Problem, Report, Tensor, run_on_order};
+use vc_attention::{Output, OutputType, Plan, Problem, Report, Tensor, run, run_on_order};
 
 use crate::attention::{Host, Observed, Op};
 use crate::order::{Grouping, Labels, Made};
@@ -49,32 +49,24 @@ where
 {
     let wanted = vc_attention::Options { output: OutputType::Input, lse: op.lse };
     let plan = Plan::new(problem, &op.options.recipe, wanted)?;
-    let order = order(backend, op, &plan, problem)?;
-    let run = run_on_order(backend, &plan, problem, order)?;
-    Ok((run.output, run.report))
-}
-
-/// The token order of the call; kept where the caller keeps one.
-fn order<B>(backend: &B, op: &Op, plan: &Plan, problem: &Problem) -> vc_attention::Result<B::Order>
-where
-    B: Backend<Kept = Vec<KeptOrder>>,
-{
-    let Some((order, grouping)) = op.order.as_ref().filter(|_| plan.recipe.grouping.order.clusters()) else {
-        return backend.group(plan, problem, None);
+    let keeps = op.order.as_ref().filter(|_| plan.recipe.grouping.order.clusters());
+    let Some((order, grouping)) = keeps else {
+        let run = run(backend, &plan, problem, None)?;
+        return Ok((run.output, run.report));
     };
-    let made = Made::new(DeviceLocation::Cpu, &plan.shape, &op.options);
-    let kept = match order.start(*grouping, &made)? {
-        Some(Labels::Cpu(kept)) => Some(backend.restore(plan, problem, &kept)?),
-        _ => None,
+    let made = Made::new(DeviceLocation::Cpu, problem.k.shape(), &op.options);
+    let orders = match order.start(*grouping, &made)? {
+        Some(Labels::Cpu(kept)) if *grouping == Grouping::Reuse => backend.restore(&plan, problem, &kept)?,
+        Some(Labels::Cpu(kept)) => backend.refresh(&plan, problem, &kept)?,
+        // Labels of another place start nothing here; `start` gives none.
+        _ => backend.group(&plan, problem, None)?,
     };
-    match kept {
-        Some(orders) if *grouping == Grouping::Reuse => Ok(orders),
-        start => {
-            let orders = backend.group(plan, problem, start.as_ref())?;
-            order.keep(made, Labels::Cpu(Arc::new(backend.keep(&orders)?)));
-            Ok(orders)
-        }
+    let run = run_on_order(backend, &plan, problem, orders)?;
+    // Behind the attention: a call that fails leaves what was kept.
+    if *grouping != Grouping::Reuse {
+        order.keep(made, Labels::Cpu(Arc::new(backend.keep(&run.order)?)));
     }
+    Ok((run.output, run.report))
 }
 
 /// (batch, heads, tokens, dim) to the storage of (batch, tokens, heads, dim).

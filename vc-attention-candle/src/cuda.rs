@@ -100,24 +100,11 @@ fn kernels(device: &CudaDevice) -> Result<Arc<cuda::Device>> {
 
 pub(crate) fn supports(
     device: &CudaDevice,
-    shape: vc_attention::Shape,
+    head_dim: usize,
     input: vc_attention::DType,
     recipe: &Recipe,
 ) -> Result<()> {
-    let row = [shape.head_dim as i64; 3];
-    let spec = Spec {
-        shape,
-        recipe: recipe.clone(),
-        scale: 1.0,
-        input,
-        output: input,
-        q: row,
-        k: row,
-        v: row,
-        o: row,
-        promote: PROMOTE,
-    };
-    DevicePlan::check(&*kernels(device)?, &spec).map_err(to_candle)
+    DevicePlan::covers(&*kernels(device)?, recipe, head_dim, input).map_err(to_candle)
 }
 
 pub(crate) fn forward(op: &Op, storages: Storages<CudaStorage>) -> Result<Forward> {
@@ -207,7 +194,8 @@ unsafe fn launch(
         // SAFETY: by the caller.
         return unsafe { plan.run(handle, tensors, cuda::Grouping::Cold) }.map_err(to_candle);
     };
-    let made = Made::new(device.location(), shape, &op.options);
+    let keys = [shape.batch, shape.kv_heads, shape.kv_tokens, shape.head_dim];
+    let made = Made::new(device.location(), keys, &op.options);
     let start = order.start(*grouping, &made).map_err(to_candle)?;
     let on_device = match (grouping, &start) {
         (Grouping::Reuse, _) => cuda::Grouping::Reuse,
@@ -241,13 +229,16 @@ impl Plans {
         let entry = match self.0.iter().position(|entry| entry.key == *key) {
             Some(at) => self.0.remove(at),
             None => {
-                let plan = DevicePlan::new(&kernels(device)?, key.spec.clone()).map_err(to_candle)?;
-                let lens: Option<Vec<u32>> =
-                    key.kv_lens.as_ref().map(|lens| lens.iter().map(|&len| len as u32).collect());
-                let kv_lens = lens.map(|lens| device.clone_htod(&lens)).transpose()?;
+                let kernels = kernels(device)?;
+                DevicePlan::check(&kernels, &key.spec).map_err(to_candle)?;
+                // A place, and its memory, before the new plan takes as much again.
                 if self.0.len() == MAX_PLANS {
                     self.0.remove(0);
                 }
+                let plan = DevicePlan::new(&kernels, key.spec.clone()).map_err(to_candle)?;
+                let lens: Option<Vec<u32>> =
+                    key.kv_lens.as_ref().map(|lens| lens.iter().map(|&len| len as u32).collect());
+                let kv_lens = lens.map(|lens| device.clone_htod(&lens)).transpose()?;
                 Entry { key: key.clone(), plan, kv_lens, last: None }
             }
         };

@@ -1,18 +1,19 @@
 //! The attention of a denoising loop.
 
 use candle_core::{Result, Tensor};
-use vc_attention::schedule::{Counts, Decision, Heads, ScheduleConfig, Site, Sites, Source};
-use vc_attention::{Error, Recipe};
+use vc_attention::Recipe;
+use vc_attention::schedule::{Counts, Decision, Heads, ScheduleConfig, Site, Sites, Start};
 
 use crate::attention::VcAttention;
 use crate::error::to_candle;
-use crate::order::{Grouping, Order};
+use crate::order::{Grouping, Made, Order};
 use crate::tensors::check;
 
 /// A [`VcAttention`] with the schedule of a denoising loop (paper Sec. 3.4): it groups value tokens on early steps, lets
 /// one order serve several steps, and starts refreshes from the clusters before.
 ///
-/// One belongs to one sampler; what it keeps is per [`Site`]: model, layer and guidance branch.
+/// One belongs to one sampler; what it keeps is per [`Site`]: model, layer and guidance branch. A clone goes on from
+/// there by itself, on the same workspace.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -72,7 +73,8 @@ impl Denoising {
         self.sites.bytes(Order::bytes)
     }
 
-    /// Forgets everything, as between two clips.
+    /// Forgets everything, as between two clips. A site that is called at an earlier step than before groups anew without
+    /// it; a clip that begins at the step where the last one ended, or behind it, is not noticed.
     pub fn reset(&mut self) {
         self.sites.reset();
         self.last = None;
@@ -80,7 +82,7 @@ impl Denoising {
 
     /// [`vc_attn`](crate::vc_attn) at step `step` (from 0) and `site`, on the order that the schedule decides.
     ///
-    /// The tensors of a site may change their lengths or heads, which groups anew. With a drift detector, and only then,
+    /// The tensors of a site may change their lengths, padding, heads or device, which groups anew. With a drift detector, and only then,
     /// a call on a GPU waits for its own end.
     ///
     /// # Errors
@@ -115,30 +117,21 @@ impl Denoising {
     ) -> Result<Tensor> {
         check([q, k, v])?;
         let options = self.attention.options();
-        if recipe.grouping != options.recipe.grouping {
-            return Err(to_candle(Error::Recipe {
-                recipe: recipe.name.clone(),
-                reason: format!(
-                    "its token order is not that of the loop's recipe, `{}`",
-                    options.recipe.name
-                ),
-            }));
-        }
         let (batch, tokens, kv_heads, head_dim) = k.dims4()?;
         let lens = options.kv_lens.clone().unwrap_or_else(|| vec![tokens; batch]);
         let heads = Heads { kv_heads, head_dim, lens };
-        let clusters = recipe.grouping.order.clusters();
-        let mut decision = self.sites.decide(step, site, &heads, clusters).map_err(to_candle)?;
-        decision.demean &= recipe.demean;
-        let recipe = Recipe { demean: decision.demean, ..recipe.clone() };
-        let attention = self.attention.with_options(crate::Options { recipe, ..options.clone() });
-        let (order, grouping) = match (decision.source, self.sites.kept(site)) {
-            (Source::Reused, Some(order)) => (order.clone(), Grouping::Reuse),
-            (Source::Early | Source::Warm, Some(order)) if self.config().warm => {
-                (order.clone(), Grouping::Warm)
-            }
-            _ => (Order::new(), Grouping::Cold),
+        let made = Made::new(k.device().location(), [batch, kv_heads, tokens, head_dim], options);
+        let fits = |order: &Order| order.fits(&made);
+        let call = self.sites.begin(step, site, &heads, &options.recipe, recipe, fits).map_err(to_candle)?;
+        let decision = call.decision;
+        // An order of its own, so that one that is kept, here or in a clone, changes only once the call has succeeded.
+        let (order, grouping) = match call.start {
+            Start::Reuse(order) => (order.clone(), Grouping::Reuse),
+            Start::Warm(order) => (order.fork(), Grouping::Warm),
+            Start::Cold => (Order::new(), Grouping::Cold),
         };
+        let attention =
+            self.attention.with_options(crate::Options { recipe: call.recipe, ..options.clone() });
         let o = attention.forward_on(q, k, v, scale, &order, grouping)?;
         let share = match self.config().drift {
             Some(_) => attention.observed()?.and_then(|observed| observed.mean_share),

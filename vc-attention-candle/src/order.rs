@@ -3,8 +3,8 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use candle_core::DeviceLocation;
+use vc_attention::Error;
 use vc_attention::grouping::{GroupingConfig, KeptOrder};
-use vc_attention::{Error, Shape};
 
 use crate::options::Options;
 
@@ -30,7 +30,7 @@ pub enum Grouping {
 pub struct Order(Arc<Mutex<Option<Kept>>>);
 
 /// A kept order and what it was made for.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Kept {
     pub made: Made,
     pub labels: Labels,
@@ -41,8 +41,7 @@ pub(crate) struct Kept {
 pub(crate) struct Made {
     location: DeviceLocation,
     grouping: GroupingConfig,
-    /// Batch, kv heads, kv tokens, head_dim.
-    shape: [usize; 4],
+    keys: [usize; 4],
     kv_lens: Option<Vec<usize>>,
 }
 
@@ -55,13 +54,9 @@ pub(crate) enum Labels {
 }
 
 impl Made {
-    pub(crate) fn new(location: DeviceLocation, shape: &Shape, options: &Options) -> Self {
-        Self {
-            location,
-            grouping: options.recipe.grouping,
-            shape: [shape.batch, shape.kv_heads, shape.kv_tokens, shape.head_dim],
-            kv_lens: options.kv_lens.clone(),
-        }
+    /// `keys` are batch, kv heads, kv tokens and head_dim.
+    pub(crate) fn new(location: DeviceLocation, keys: [usize; 4], options: &Options) -> Self {
+        Self { location, grouping: options.recipe.grouping, keys, kv_lens: options.kv_lens.clone() }
     }
 }
 
@@ -85,10 +80,20 @@ impl Order {
     pub fn bytes(&self) -> usize {
         match self.lock().as_ref().map(|kept| &kept.labels) {
             None => 0,
-            Some(Labels::Cpu(orders)) => orders.iter().map(KeptOrder::bytes).sum(),
+            Some(Labels::Cpu(orders)) => KeptOrder::bytes_of(orders),
             #[cfg(feature = "cuda")]
             Some(Labels::Cuda(labels)) => labels.len(),
         }
+    }
+
+    /// Whether an order is kept that was made for this.
+    pub(crate) fn fits(&self, made: &Made) -> bool {
+        self.lock().as_ref().is_some_and(|kept| kept.made == *made)
+    }
+
+    /// The same order in a place of its own: what is kept there next does not change this one.
+    pub(crate) fn fork(&self) -> Self {
+        Self(Arc::new(Mutex::new(self.lock().clone())))
     }
 
     /// The kept labels that `grouping` starts from: none for a cold start.

@@ -29,13 +29,13 @@ pub fn supports(device: &Device, dtype_of: DType, head_dim: usize, recipe: &Reci
     let dtype = dtype(dtype_of)?;
     recipe.validate().map_err(to_candle)?;
     let one = [1, 1, 1, head_dim];
-    let shape = Shape::new(one, one, one).map_err(to_candle)?;
+    Shape::new(one, one, one).map_err(to_candle)?;
     match device {
         Device::Cpu => Ok(()),
         #[cfg(feature = "cuda")]
-        Device::Cuda(device) => crate::cuda::supports(device, shape, dtype, recipe),
+        Device::Cuda(device) => crate::cuda::supports(device, head_dim, dtype, recipe),
         other => {
-            let _ = (dtype, shape);
+            let _ = dtype;
             bail!("vc_attn: no kernels for {:?} in this build; the CPU can run it", other.location())
         }
     }

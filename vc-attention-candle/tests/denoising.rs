@@ -97,3 +97,40 @@ fn what_does_not_fit_is_said_and_changes_nothing() -> Result<()> {
     assert!(Denoising::new(VcAttention::new(Options::default()), none).is_err());
     Ok(())
 }
+
+/// Fewer padding tokens behind the same valid ones: another order in memory, so the site groups anew.
+#[test]
+fn other_padding_groups_anew() -> Result<()> {
+    let options = Options::new(recipe("vc16-expcast")).with_kv_lens(vec![250]);
+    let mut ours = Denoising::new(VcAttention::new(options), ScheduleConfig::paper(8))?;
+    let [q, k, v] = tensors(4)?;
+    let mut sources = Vec::new();
+    for (step, tokens) in [300, 280, 280, 300].into_iter().enumerate() {
+        let (k, v) = (k.narrow(1, 0, tokens)?, v.narrow(1, 0, tokens)?);
+        ours.forward(step, Site::default(), &q, &k, &v, 0.2)?;
+        sources.push(ours.last().expect("a call was made").source);
+    }
+    assert_eq!(sources, [Source::Cold, Source::Cold, Source::Reused, Source::Cold]);
+    Ok(())
+}
+
+/// What a clone groups is its own.
+#[test]
+fn clones_go_their_own_ways() -> Result<()> {
+    let config = ScheduleConfig { refresh: 1, ..ScheduleConfig::paper(8) };
+    let mut ours = denoising("vc16-expcast", config);
+    let ([q, k, v], [.., moved]) = (tensors(5)?, tensors(6)?);
+    ours.forward(0, Site::default(), &q, &k, &v, 0.2)?;
+    let mut alone = denoising("vc16-expcast", config);
+    alone.forward(0, Site::default(), &q, &k, &v, 0.2)?;
+    let mut clone = ours.clone();
+    clone.forward(1, Site::default(), &q, &k, &moved, 0.2)?;
+    assert_eq!(clone.last().expect("a call was made").source, Source::Warm);
+    let bits = |denoising: &mut Denoising| -> Result<Vec<half::bf16>> {
+        denoising.forward(2, Site::default(), &q, &k, &v, 0.2)?.flatten_all()?.to_vec1()
+    };
+    let (ours, alone, clone) = (bits(&mut ours)?, bits(&mut alone)?, bits(&mut clone)?);
+    assert!(ours == alone, "the clone changed the order that it was cloned from");
+    assert!(clone != alone, "the clone has an order of its own");
+    Ok(())
+}

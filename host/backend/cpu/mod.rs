@@ -248,7 +248,7 @@ impl Backend for Cpu {
     }
 
     fn kept_bytes(kept: &Vec<KeptOrder>) -> usize {
-        kept.iter().map(|kept| size_of::<KeptOrder>() + kept.bytes()).sum()
+        KeptOrder::bytes_of(kept)
     }
 
     fn prepare_q(&self, plan: &Plan, problem: &Problem, _: &Orders) -> Result<Queries> {
@@ -331,9 +331,9 @@ impl Backend for Cpu {
         Ok(Output { o, lse: plan.options.lse.then_some(lse), observed })
     }
 
-    fn mean_share(&self, v: &Values) -> Option<f64> {
+    fn mean_share(&self, v: &Values) -> Result<Option<f64>> {
         let shares: Vec<f64> = v.heads.iter().flat_map(|v| v.shares.iter().copied()).collect();
-        (!shares.is_empty()).then(|| shares.iter().sum::<f64>() / shares.len() as f64)
+        Ok((!shares.is_empty()).then(|| shares.iter().sum::<f64>() / shares.len() as f64))
     }
 }
 

@@ -531,6 +531,7 @@ impl Buffer {
                 reason: format!("clearing up to byte {} of a buffer of {}", offset + bytes, self.bytes),
             });
         }
+        self.device.bind()?;
         // SAFETY: inside the buffer's own memory.
         unsafe { result::memset_d8_async(self.ptr + offset as u64, byte, bytes, stream.raw()) }
             .map_err(|e| failed("clearing device memory", e))

@@ -41,7 +41,8 @@ pub struct Cuda {
     stream: Arc<CudaStream>,
 }
 
-/// The token orders of a call, on the device, with the plan that holds them and the tensors that were uploaded.
+/// The token orders of a call, on the device, with the plan that holds them and the tensors that were uploaded. Once
+/// made it does not change: a refresh makes another.
 #[derive(Clone, Debug)]
 pub struct Session {
     plan: Arc<DevicePlan>,
@@ -86,18 +87,8 @@ impl Cuda {
 
     fn session(&self, plan: &Plan, problem: &Problem) -> Result<Session> {
         let shape = plan.shape;
-        let spec = Spec {
-            shape,
-            recipe: plan.recipe.clone(),
-            scale: plan.scale,
-            input: same_type(problem)?,
-            output: plan.dtype,
-            q: contiguous(shape.q_heads, shape.q_tokens, shape.head_dim),
-            k: contiguous(shape.kv_heads, shape.kv_tokens, shape.head_dim),
-            v: contiguous(shape.kv_heads, shape.kv_tokens, shape.head_dim),
-            o: contiguous(shape.q_heads, shape.q_tokens, shape.head_dim),
-            promote: PROMOTE,
-        };
+        let input = same_type(problem)?;
+        let spec = Spec::contiguous(shape, plan.recipe.clone(), plan.scale, input, plan.dtype);
         let device_plan = DevicePlan::new(&self.device, spec)?;
         let upload = |view: &TensorView| Buffer::from_slice(&self.device, &packed(view));
         let (q, k, v) = (upload(&problem.q)?, upload(&problem.k)?, upload(&problem.v)?);
@@ -120,11 +111,14 @@ impl Cuda {
         let buffers = Arc::new(Buffers { o, lse, _inputs: [q, k, v, device_lens] });
         Ok(Session { plan: Arc::new(device_plan), buffers, tensors, lens })
     }
-}
 
-/// Strides of a contiguous (batch, heads, tokens, dim) tensor.
-fn contiguous(heads: usize, tokens: usize, dim: usize) -> Strides {
-    [(heads * tokens * dim) as i64, (tokens * dim) as i64, dim as i64]
+    /// Groups on a session of its own, from the order that its plan holds, or cold where it holds none.
+    fn grouped(&self, session: Session) -> Result<Session> {
+        // SAFETY: the session's tensors have the sizes of its plan and live as long as it does.
+        unsafe { session.plan.group(self.stream(), &session.tensors, Grouping::Warm) }?;
+        self.stream().synchronize()?;
+        Ok(session)
+    }
 }
 
 /// The element type of q, k and v, which the kernels want to be one.
@@ -181,18 +175,18 @@ impl Backend for Cuda {
     }
 
     fn group(&self, plan: &Plan, problem: &Problem, warm: Option<&Session>) -> Result<Session> {
-        let (session, grouping) = match warm {
-            // The centroids live in the plan, so a warm start continues on it.
-            Some(warm) if warm.plan.spec().shape == plan.shape && warm.plan.spec().recipe == plan.recipe => {
-                let fresh = self.session(plan, problem)?;
-                (Session { plan: warm.plan.clone(), ..fresh }, Grouping::Warm)
-            }
-            _ => (self.session(plan, problem)?, Grouping::Cold),
-        };
-        // SAFETY: the session's tensors have the sizes of its plan and live as long as it does.
-        unsafe { session.plan.group(self.stream(), &session.tensors, grouping) }?;
-        self.stream().synchronize()?;
-        Ok(session)
+        let session = self.session(plan, problem)?;
+        // A plan of its own, so that the order that it starts from stays. One of other heads or lengths is no start.
+        if let Some(warm) = warm.filter(|w| w.lens == session.lens && session.plan.groups_like(&w.plan)) {
+            // SAFETY: the caller holds the old session while this waits, and its order was waited for; the tensors as
+            // in `grouped`.
+            unsafe { session.plan.take_over(self.stream(), &session.tensors, &warm.plan) }?;
+        }
+        self.grouped(session)
+    }
+
+    fn refresh(&self, plan: &Plan, problem: &Problem, kept: &Vec<KeptOrder>) -> Result<Session> {
+        self.grouped(self.restore(plan, problem, kept)?)
     }
 
     fn keep(&self, order: &Session) -> Result<Vec<KeptOrder>> {
@@ -238,25 +232,25 @@ impl Backend for Cuda {
     }
 
     fn kept_bytes(kept: &Vec<KeptOrder>) -> usize {
-        kept.iter().map(|kept| size_of::<KeptOrder>() + kept.bytes()).sum()
+        KeptOrder::bytes_of(kept)
     }
 
     fn prepare_q(&self, _: &Plan, _: &Problem, order: &Session) -> Result<OnDevice> {
-        // SAFETY: as in `group`.
+        // SAFETY: as in `grouped`.
         unsafe { order.plan.prepare_q(self.stream(), &order.tensors) }?;
         self.stream().synchronize()?;
         Ok(OnDevice(order.clone()))
     }
 
     fn prepare_k(&self, _: &Plan, _: &Problem, order: &Session, _: &OnDevice) -> Result<OnDevice> {
-        // SAFETY: as in `group`.
+        // SAFETY: as in `grouped`.
         unsafe { order.plan.prepare_k(self.stream(), &order.tensors) }?;
         self.stream().synchronize()?;
         Ok(OnDevice(order.clone()))
     }
 
     fn prepare_v(&self, _: &Plan, _: &Problem, order: &Session) -> Result<OnDevice> {
-        // SAFETY: as in `group`.
+        // SAFETY: as in `grouped`.
         unsafe { order.plan.prepare_v(self.stream(), &order.tensors) }?;
         self.stream().synchronize()?;
         Ok(OnDevice(order.clone()))
@@ -271,14 +265,15 @@ impl Backend for Cuda {
         _: &OnDevice,
     ) -> Result<Output> {
         let Session { plan: device_plan, buffers, tensors, .. } = &q.0;
-        // SAFETY: as in `group`.
+        // SAFETY: as in `grouped`.
         unsafe { device_plan.attend(self.stream(), tensors) }?;
         let observed = device_plan.observed(self.stream())?;
         // f16 scores do not serve such heads, and no kernel of such formats has f32 ones: the CPU's numerics do.
         let narrow = plan.recipe.scores == ScoreType::F16;
         let beyond = observed.max_score.is_nan() || observed.max_score >= F16_SCORE_LIMIT;
         if narrow && (observed.saturated || beyond) {
-            return crate::run(&Cpu, plan, problem, None).map(|run| run.output);
+            let order = Cpu.restore(plan, problem, &self.keep(&q.0)?)?;
+            return crate::run_on_order(&Cpu, plan, problem, order).map(|run| run.output);
         }
         let s = plan.shape;
         let shape = [s.batch, s.q_heads, s.q_tokens, s.head_dim];
@@ -303,7 +298,7 @@ impl Backend for Cuda {
         })
     }
 
-    fn mean_share(&self, v: &OnDevice) -> Option<f64> {
-        v.0.plan.observed(self.stream()).ok().and_then(|o| o.mean_share)
+    fn mean_share(&self, v: &OnDevice) -> Result<Option<f64>> {
+        Ok(v.0.plan.observed(self.stream())?.mean_share)
     }
 }

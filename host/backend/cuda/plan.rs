@@ -61,7 +61,7 @@ pub struct Rope {
 }
 
 /// What a device plan is made for.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Spec {
     /// Sizes.
     pub shape: Shape,
@@ -83,6 +83,17 @@ pub struct Spec {
     pub o: Strides,
     /// Key blocks between promotions of the FP8 sums to f32, at most: the warp-level kernel promotes every one.
     pub promote: u32,
+}
+
+impl Spec {
+    /// Contiguous (batch, heads, tokens, dim) tensors, promotion as by default.
+    pub fn contiguous(shape: Shape, recipe: Recipe, scale: f32, input: DType, output: DType) -> Self {
+        let strides = |heads: usize, tokens: usize| {
+            [heads * tokens * shape.head_dim, tokens * shape.head_dim, shape.head_dim].map(|s| s as i64)
+        };
+        let (q, kv) = (strides(shape.q_heads, shape.q_tokens), strides(shape.kv_heads, shape.kv_tokens));
+        Self { shape, recipe, scale, input, output, q, k: kv, v: kv, o: q, promote: PROMOTE }
+    }
 }
 
 /// How the token order of a call comes about.
@@ -225,6 +236,17 @@ impl DevicePlan {
     /// When the kernels, or those for this device, do not cover the recipe or the tensors.
     pub fn check(device: &Device, spec: &Spec) -> Result<()> {
         device.function(&checked_names(spec, device)?.attention).map(drop)
+    }
+
+    /// Whether the kernels for a device cover a recipe on heads of `head_dim` channels of type `input`, in tensors whose
+    /// strides allow it.
+    ///
+    /// # Errors
+    /// As [`DevicePlan::check`].
+    pub fn covers(device: &Device, recipe: &Recipe, head_dim: usize, input: DType) -> Result<()> {
+        let one = [1, 1, 1, head_dim];
+        let spec = Spec::contiguous(Shape::new(one, one, one)?, recipe.clone(), 1.0, input, input);
+        Self::check(device, &spec)
     }
 
     /// Device memory that the plan holds, in bytes.
@@ -494,6 +516,41 @@ impl DevicePlan {
         Ok(())
     }
 
+    /// Makes the order that another plan holds this one's, with all that a later [`Grouping::Warm`] starts from;
+    /// `other` keeps its own.
+    ///
+    /// # Safety
+    /// `other` lives until the stream is through and what made its order is done or on the same stream; `tensors` as
+    /// for [`DevicePlan::run`], with the lengths that the order was made for.
+    ///
+    /// # Errors
+    /// Of the driver.
+    pub(super) unsafe fn take_over(&self, stream: Stream, tensors: &Tensors, other: &Self) -> Result<()> {
+        debug_assert!(self.groups_like(other));
+        let held = other.held.load(Ordering::Relaxed);
+        if held == NOTHING {
+            return Ok(());
+        }
+        // SAFETY: by the caller; plans that group alike have sections of the same sizes.
+        unsafe {
+            self.load_labels(stream, tensors, other.ptr(other.at.labels))?;
+            if held == CENTROIDS {
+                self.memory.copy_in(self.at.centroids, other.ptr(other.at.centroids), stream)?;
+            }
+        }
+        self.held.store(held, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Whether an order of `other` can be this plan's: the keys have the same sizes and are grouped in the same way, on
+    /// the same device.
+    pub(super) fn groups_like(&self, other: &Self) -> bool {
+        let keys = |s: &Shape| [s.batch, s.kv_heads, s.kv_tokens, s.head_dim];
+        Arc::ptr_eq(&self.device, &other.device)
+            && keys(&self.spec.shape) == keys(&other.spec.shape)
+            && self.spec.recipe.grouping == other.spec.recipe.grouping
+    }
+
     /// Quantizes Q, K and V on the order that the plan holds.
     ///
     /// # Safety
@@ -519,7 +576,6 @@ impl DevicePlan {
     /// Of the driver.
     pub unsafe fn prepare_q(&self, stream: Stream, tensors: &Tensors) -> Result<()> {
         check_tensors(tensors)?;
-        self.device.bind()?;
         self.memory.fill(self.at.flags, 0, stream)?;
         // SAFETY: by the caller.
         unsafe {
@@ -597,6 +653,7 @@ impl DevicePlan {
     /// # Errors
     /// Of the driver.
     pub unsafe fn prepare_k(&self, stream: Stream, tensors: &Tensors) -> Result<()> {
+        check_tensors(tensors)?;
         if self.names.family.fp4() {
             // SAFETY: by the caller.
             return unsafe { self.prepare_k_fp4(stream, tensors) };
@@ -631,6 +688,7 @@ impl DevicePlan {
     /// # Errors
     /// Of the driver.
     pub unsafe fn prepare_v(&self, stream: Stream, tensors: &Tensors) -> Result<()> {
+        check_tensors(tensors)?;
         let (means, fp4) = (self.block_means(), self.names.family.fp4());
         let arguments = Arguments::new()
             .with(tensors.v)
@@ -674,6 +732,7 @@ impl DevicePlan {
     /// # Errors
     /// Of the driver.
     pub unsafe fn attend(&self, stream: Stream, tensors: &Tensors) -> Result<()> {
+        check_tensors(tensors)?;
         self.device.bind()?;
         let s = &self.spec.shape;
         self.memory.fill(self.at.row_max, 0, stream)?;

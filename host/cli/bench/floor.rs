@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use kernels_gpu::formats::nvfp4;
 use serde::Serialize;
 use vc_attention::Shape;
 use vc_attention::recipe::{QkFormat, Recipe};
@@ -30,7 +31,8 @@ Floors are an H200's: bytes at 4.3 TB/s (a copy measured on one; 4.8 in the data
 peaks of NVIDIA's data sheet for the H200 SXM (989.4 TFLOP/s in FP16; 1978.9 in FP8, of which a kernel with nothing \
 but the two products was measured to reach 1717). Every tensor counts as read once and every operand as written \
 once; an iteration of the k-means reads V once, its order is written once. Of the attention loop only the two \
-products count, 4 B H N N D operations, half of them at the rate of the format of Q and K. A ratio below 1 means \
+products count, 4 B H N N D operations, half of them at the rate of the format of Q and K (all of NVFP4 at that of FP16, \
+to which it is decoded). A ratio below 1 means \
 that a tensor came from the cache.\n\n\
 The average of 40 steps is that of the paper's schedule: grouping from a cold start in one step, warm in two, the \
 order reused in the others, everything else in each: (cold + 2 warm) / 40 + prepare + attention.";
@@ -70,19 +72,26 @@ pub fn floors(shape: &Shape, recipe: &Recipe, ceilings: &Ceilings) -> Floors {
     let Shape { batch, q_heads, kv_heads, q_tokens, kv_tokens, head_dim } = *shape;
     let queries = batch * q_heads * q_tokens;
     let keys = batch * kv_heads * kv_tokens;
-    let qk_bytes = recipe.bits_qk() as usize / 8;
+    let fp4 = recipe.qk == QkFormat::Nvfp4;
     let moved = |bytes: usize| Duration::from_secs_f64(bytes as f64 / ceilings.memory);
+    // Of elements and, of NVFP4, their scales.
+    let quantized = |elements: usize, bits: u32| {
+        let scales = if bits == 4 { elements / nvfp4::BLOCK } else { 0 };
+        elements * INPUT + elements * bits as usize / 8 + scales
+    };
     let means =
         if recipe.demean { batch * kv_heads * kv_tokens.div_ceil(BLOCK) * head_dim * MEAN } else { 0 };
-    let qk_peak = if recipe.qk == QkFormat::F16 { ceilings.fp16 } else { ceilings.fp8 };
+    // Here NVFP4 is decoded to FP16.
+    let qk_peak = if recipe.qk == QkFormat::F16 || fp4 { ceilings.fp16 } else { ceilings.fp8 };
+    let pv_peak = if fp4 { ceilings.fp16 } else { ceilings.fp8 };
     let half = shape.flops() / 2.0;
     Floors {
         pass: moved(keys * head_dim * INPUT),
         order: moved(keys * INDEX),
-        q: moved(queries * head_dim * (INPUT + qk_bytes)),
-        k: moved(keys * head_dim * (INPUT + qk_bytes)),
-        v: moved(keys * head_dim * (INPUT + 1) + means),
-        attention: Duration::from_secs_f64(half / qk_peak + half / ceilings.fp8),
+        q: moved(quantized(queries * head_dim, recipe.bits_qk())),
+        k: moved(quantized(keys * head_dim, recipe.bits_qk())),
+        v: moved(quantized(keys * head_dim, if fp4 { 4 } else { 8 }) + means),
+        attention: Duration::from_secs_f64(half / qk_peak + half / pv_peak),
     }
 }
 

@@ -84,22 +84,9 @@ pub fn run(gpu: &Cuda, arguments: &Arguments, source: &Source, recipes: &[Recipe
 }
 
 fn plan(gpu: &Cuda, call: &Call, recipe: &Recipe, promote: u32) -> Result<DevicePlan> {
-    let shape = call.shape();
-    let contiguous =
-        [call.heads * call.tokens() * call.head_dim, call.tokens() * call.head_dim, call.head_dim];
-    let strides = contiguous.map(|stride| stride as i64);
-    let spec = Spec {
-        shape,
-        recipe: recipe.clone(),
-        scale: 1.0 / (call.head_dim as f32).sqrt(),
-        input: DType::Bf16,
-        output: DType::Bf16,
-        q: strides,
-        k: strides,
-        v: strides,
-        o: strides,
-        promote,
-    };
+    let scale = 1.0 / (call.head_dim as f32).sqrt();
+    let spec = Spec::contiguous(call.shape(), recipe.clone(), scale, DType::Bf16, DType::Bf16);
+    let spec = Spec { promote, ..spec };
     DevicePlan::new(gpu.gpu(), spec).map_err(|error| {
         if is_limit_of_gpu(&error) {
             return Failure::usage(error.to_string()).with_hint("--backend cpu times its emulation");
