@@ -3,7 +3,7 @@
 
 mod emulated;
 
-use emulated::{Case, Family, Qk, checks};
+use emulated::{Case, Family, Qk, Weights, checks};
 
 #[test]
 fn every_entry_at_odd_lengths() {
@@ -59,8 +59,8 @@ fn the_lse_bias_of_expcast_is_small() {
 #[test]
 fn int8_scores_have_no_range() {
     for sharpness in [20.0, 200.0] {
-        for exact in [false, true] {
-            let case = Case { qk: Qk::Int8, exact, sharpness, ..Case::new(Family::Mma, 40, 300) };
+        for weights in [Weights::ExpCast, Weights::Quadratic, Weights::Exact] {
+            let case = Case { qk: Qk::Int8, weights, sharpness, ..Case::new(Family::Mma, 40, 300) };
             let outcome = checks::check(&case);
             assert!(outcome.row_max[0] > 20.0 * sharpness, "largest |row max| {}", outcome.row_max[0]);
         }

@@ -8,6 +8,10 @@ use super::*;
 pub const EXPCAST: Probabilities =
     Probabilities::ExpCast { beta: PACKED_BETA, encoder: Encoder::Packed, exact: ExactScores::None };
 
+/// The quadratic encoder at its own beta.
+pub const QUADRATIC: Probabilities =
+    Probabilities::ExpCast { beta: 0.0, encoder: Encoder::Quadratic, exact: ExactScores::None };
+
 /// V-Smooth with INT8 Q and K and exact exponentials: the paper's most faithful 8-bit configuration.
 pub fn vc8() -> Recipe {
     Recipe {

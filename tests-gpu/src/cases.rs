@@ -5,6 +5,7 @@ use cudarc::driver::{DevicePtr, DevicePtrMut};
 use half::{bf16, f16};
 use kernels_gpu::kernels::tiles::{HEAD_DIM, KEYS};
 
+use crate::Cli;
 use crate::gpu::{Arguments, Gpu, Kernel};
 use crate::operands::{Operands, Problem, Shape, Variant};
 use crate::reference::{self, Outcome};
@@ -223,23 +224,47 @@ pub fn check(gpu: &Gpu, kernels: &[Kernel], verbose: bool, alive: &dyn Fn()) -> 
         )?);
         count(case("kv_lens 0, 128", gqa, Some(vec![0, 128]), 1.0, PLAIN, 0.0)?);
         failed += special(gpu, kernel, variant, alive)?;
-        promotions(gpu, kernel, variant, alive)?;
+        let shape = Shape { batch: 1, q_heads: 2, kv_heads: 2, q: 200, kv: 2500 };
+        promotions(gpu, kernel, &Problem::random(shape, None, 1.0, 77), variant, alive)?;
     }
     Ok(failed)
 }
 
+/// [`promotions`] at full length: 128 query rows of one head.
+pub fn accumulation(gpu: &Gpu, kernels: &[Kernel], cli: &Cli, alive: &dyn Fn()) -> Result<()> {
+    const ROWS: usize = 128;
+    for &tokens in &cli.tokens {
+        let problem = match &cli.data {
+            Some(file) => Problem::from_file(file, tokens)?.with_queries(ROWS),
+            None => {
+                let shape = Shape { batch: 1, q_heads: 1, kv_heads: 1, q: ROWS, kv: tokens };
+                Problem::random(shape, None, 1.0, 1)
+            }
+        };
+        for kernel in kernels {
+            println!("{}, {tokens} tokens", kernel.label);
+            promotions(gpu, kernel, &problem, Variant::of(kernel.entry.name), alive)?;
+        }
+    }
+    Ok(())
+}
+
 /// What the hardware's FP8 accumulation loses with the interval of promotion, which no bound here judges: the
 /// distance to the emulation, which accumulates exactly, beside the loss that every interval has.
-fn promotions(gpu: &Gpu, kernel: &Kernel, variant: Variant, alive: &dyn Fn()) -> Result<()> {
-    let shape = Shape { batch: 1, q_heads: 2, kv_heads: 2, q: 200, kv: 2500 };
-    let problem = Problem::random(shape, None, 1.0, 77);
+fn promotions(
+    gpu: &Gpu,
+    kernel: &Kernel,
+    problem: &Problem,
+    variant: Variant,
+    alive: &dyn Fn(),
+) -> Result<()> {
     let operands = problem.pack(variant);
     alive();
-    let (exact, emulated) = reference::attention(&problem, &operands, variant);
+    let (exact, emulated) = reference::attention(problem, &operands, variant);
     alive();
     println!("       promoted every | rel_l2 to exact softmax | to the emulation | LSE off by");
     for promote in [1, 2, 4, 8, 1000] {
-        let (got, _) = run(gpu, kernel, &problem, &operands, Call { promote, ..PLAIN })?;
+        let (got, _) = run(gpu, kernel, problem, &operands, Call { promote, ..PLAIN })?;
         let (error, near) = (rel_l2(&got.out, &exact.out), rel_l2(&got.out, &emulated.out));
         println!("       {promote:14} | {error:23.5} | {near:16.5} | {:10.5}", lse_off(&got, &emulated));
     }

@@ -26,10 +26,13 @@ struct Cli {
     /// One-hot and uniform attention with a report on which token and channel each value came from.
     #[arg(long)]
     probe: bool,
+    /// What the hardware's FP8 accumulation loses at full length, by the interval of promotion.
+    #[arg(long)]
+    accumulation: bool,
     /// Only kernels whose name contains this.
     #[arg(long, default_value = "")]
     only: String,
-    /// Tokens of a benchmark, several times for several.
+    /// Tokens of a benchmark or of `--accumulation`, several times for several.
     #[arg(long, default_values_t = [16384, 75600])]
     tokens: Vec<usize>,
     /// Heads of a benchmark.
@@ -86,6 +89,9 @@ fn main() -> Result<()> {
     }
     if cli.bench {
         return bench::run(&gpu, &kernels, &cli, &alive);
+    }
+    if cli.accumulation {
+        return cases::accumulation(&gpu, &kernels, &cli, &alive);
     }
     if cli.probe {
         return cases::probe(&gpu, &kernels, &alive);

@@ -137,6 +137,14 @@ impl Problem {
         Ok(Self { shape, lens: vec![tokens], q, k, v })
     }
 
+    /// The same keys and values under `rows` of the queries, spread evenly.
+    pub fn with_queries(mut self, rows: usize) -> Self {
+        let step = self.shape.q / rows;
+        self.q = self.q.chunks(HEAD_DIM).step_by(step).take(rows).flatten().copied().collect();
+        self.shape.q = rows;
+        self
+    }
+
     /// Quantizes and packs for a kernel variant.
     pub fn pack(&self, variant: Variant) -> Operands {
         let s = self.shape;

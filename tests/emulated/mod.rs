@@ -49,6 +49,26 @@ impl Family {
             Family::Fp4Native | Family::Fp4Decoded => &[Qk::Nvfp4],
         }
     }
+
+    /// Ways from scores to probabilities that it has.
+    fn weights(self) -> &'static [Weights] {
+        match self {
+            Family::Sm90 | Family::Mma => &[Weights::ExpCast, Weights::Quadratic, Weights::Exact],
+            Family::Sm100 => &[Weights::ExpCast, Weights::Exact],
+            Family::Fp4Native | Family::Fp4Decoded => &[Weights::Exact],
+        }
+    }
+}
+
+/// From scores to probabilities.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Weights {
+    /// The packed encoder.
+    ExpCast,
+    /// The quadratic encoder.
+    Quadratic,
+    /// Exponentials.
+    Exact,
 }
 
 /// Format of queries and keys.
@@ -66,8 +86,7 @@ pub enum Qk {
 pub struct Case {
     pub family: Family,
     pub qk: Qk,
-    /// Exact exponentials instead of ExpCast.
-    pub exact: bool,
+    pub weights: Weights,
     /// With block means.
     pub smooth: bool,
     pub batch: usize,
@@ -103,7 +122,7 @@ impl Case {
         Self {
             family,
             qk,
-            exact: qk == Qk::Nvfp4,
+            weights: family.weights()[0],
             smooth: true,
             batch: 1,
             q_heads: 1,
@@ -123,12 +142,21 @@ impl Case {
 
     /// The same call through each of the kernel's entries.
     pub fn entries(&self) -> Vec<Self> {
-        let flags = [false, true];
-        let exponentials = |qk: Qk| if qk == Qk::Nvfp4 { &flags[1..] } else { &flags };
-        let formats = self.family.formats().iter();
-        let each = formats.flat_map(|&qk| exponentials(qk).iter().map(move |&exact| (qk, exact)));
-        let each = each.flat_map(|(qk, exact)| flags.iter().map(move |&smooth| (qk, exact, smooth)));
-        each.map(|(qk, exact, smooth)| Self { qk, exact, smooth, ..self.clone() }).collect()
+        self.entries_with(self.family.weights())
+    }
+
+    /// The same call through each entry but those of the quadratic encoder, which differ from the packed one's in the
+    /// codes alone.
+    pub fn main_entries(&self) -> Vec<Self> {
+        let weights = self.family.weights().iter().copied().filter(|w| *w != Weights::Quadratic);
+        self.entries_with(&weights.collect::<Vec<_>>())
+    }
+
+    fn entries_with(&self, weights: &[Weights]) -> Vec<Self> {
+        let formats = self.family.formats();
+        let each = formats.iter().flat_map(|&qk| weights.iter().map(move |&w| (qk, w)));
+        let each = each.flat_map(|(qk, weights)| [false, true].map(|smooth| (qk, weights, smooth)));
+        each.map(|(qk, weights, smooth)| Self { qk, weights, smooth, ..self.clone() }).collect()
     }
 
     pub fn name(&self) -> String {
@@ -150,7 +178,11 @@ impl Case {
                 Qk::Int8 => "i8",
                 Qk::Nvfp4 => unreachable!("named above"),
             },
-            if self.exact { "exp2" } else { "expcast" },
+            match self.weights {
+                Weights::ExpCast => "expcast",
+                Weights::Quadratic => "quadratic",
+                Weights::Exact => "exp2",
+            },
             if self.smooth { "smooth" } else { "plain" }
         )
     }
@@ -160,23 +192,26 @@ impl Case {
         if self.qk == Qk::Nvfp4 {
             return Recipe { demean: self.smooth, grouping: GroupingConfig::sequence(), ..vc::vc4() };
         }
-        let p = if self.exact { vc::vc16() } else { vc::vc16_expcast() };
+        let (p, row_sums) = match self.weights {
+            Weights::ExpCast => (vc::EXPCAST, RowSums::Decoded),
+            Weights::Quadratic => (vc::QUADRATIC, RowSums::Decoded),
+            Weights::Exact => (Probabilities::E4m3 { peak: 256.0 }, RowSums::Exact),
+        };
         let (qk, scores) = match self.qk {
             Qk::F16 => (QkFormat::F16, ScoreType::F16),
             Qk::E4m3 => (QkFormat::E4m3PerHead, ScoreType::F16),
             Qk::Int8 => (QkFormat::Int8, ScoreType::F32),
             Qk::Nvfp4 => unreachable!("returned above"),
         };
-        let row_sums = if self.exact { RowSums::Exact } else { RowSums::Decoded };
-        assert!(matches!(p.p, Probabilities::E4m3 { peak: 256.0 } | Probabilities::ExpCast { .. }));
         Recipe {
             qk,
             scores,
-            rotate_qk: self.qk != Qk::F16,
+            p,
+            rotate_qk: qk != QkFormat::F16,
             demean: self.smooth,
             row_sums,
             grouping: GroupingConfig::sequence(),
-            ..p
+            ..vc::vc16()
         }
     }
 }
@@ -581,18 +616,23 @@ fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<Emulated, Fa
             match case.family {
                 Family::Sm90 => call!(
                     attention_sm90: attention_sm90_f16_expcast_smooth attention_sm90_f16_expcast_plain
+                    attention_sm90_f16_quadratic_smooth attention_sm90_f16_quadratic_plain
                     attention_sm90_f16_exp2_smooth attention_sm90_f16_exp2_plain
                     attention_sm90_e4m3_expcast_smooth attention_sm90_e4m3_expcast_plain
+                    attention_sm90_e4m3_quadratic_smooth attention_sm90_e4m3_quadratic_plain
                     attention_sm90_e4m3_exp2_smooth attention_sm90_e4m3_exp2_plain;
                     (q, k, v, means, v_scale, kv_lens, poisoned, out, lse, lse_shift, row_max, q_tokens, kv_tokens,
                     q_heads, kv_heads, group, head_dim, strides[0], strides[1], strides[2], case.promote, out_type)
                 ),
                 Family::Mma => call!(
                     attention_mma: attention_mma_f16_expcast_smooth attention_mma_f16_expcast_plain
+                    attention_mma_f16_quadratic_smooth attention_mma_f16_quadratic_plain
                     attention_mma_f16_exp2_smooth attention_mma_f16_exp2_plain
                     attention_mma_e4m3_expcast_smooth attention_mma_e4m3_expcast_plain
+                    attention_mma_e4m3_quadratic_smooth attention_mma_e4m3_quadratic_plain
                     attention_mma_e4m3_exp2_smooth attention_mma_e4m3_exp2_plain
                     attention_mma_i8_expcast_smooth attention_mma_i8_expcast_plain
+                    attention_mma_i8_quadratic_smooth attention_mma_i8_quadratic_plain
                     attention_mma_i8_exp2_smooth attention_mma_i8_exp2_plain;
                     (q, k, v, means, q_factor, k_scale, v_scale, kv_lens, poisoned, out, lse, lse_shift, row_max,
                     q_tokens, kv_tokens, q_heads, kv_heads, group, head_dim, strides[0], strides[1], strides[2], out_type)

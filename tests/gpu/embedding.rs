@@ -237,7 +237,7 @@ fn errors_of_a_plan() {
     }
     // Recipes that no kernel of Hopper covers, and one that contradicts itself.
     for text in
-        ["exact", "sage3", "vc4", "vc16+order=balanced", "vc16-expcast+beta=-0.35", "vc16+rotate-v=on"]
+        ["exact", "sage3", "vc4+rowsum=exact", "vc16+order=balanced", "vc16-expcast+beta=-0.35", "vc16+rotate-v=on"]
     {
         match plan_error(&gpu, Spec { recipe: recipe(text), ..good.clone() }) {
             Error::Recipe { recipe, reason } => {

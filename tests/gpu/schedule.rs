@@ -64,9 +64,10 @@ fn labels_bring_an_order_back_on_another_plan() {
             let kept = KeptOrder::new(&expected.labels[at..][..len], clusters).expect("labels of the GPU");
             let v = now.v.read_head(b, head, len);
             let cpu = group_from(&v, 128, &recipe.grouping, &kept).expect("refreshes");
-            let moved = (0..len).filter(|&t| cpu.labels[t] != refreshed.labels[at + t]).count();
-            println!("batch {b}, head {head}: {moved} of {len} labels differ from the CPU's refresh");
-            assert!(moved * 20 <= len, "batch {b}, head {head}: {moved} of {len} labels differ");
+            // The path through the clusters may number them otherwise once a token moves: the partitions are compared.
+            let moved = len - agreeing(&cpu.labels, &refreshed.labels[at..][..len], clusters);
+            println!("batch {b}, head {head}: {moved} of {len} tokens lie in other clusters than by the CPU's refresh");
+            assert!(moved * 20 <= len, "batch {b}, head {head}: {moved} of {len} tokens in other clusters");
         }
     }
 }
@@ -91,6 +92,20 @@ fn a_refresh_on_another_plan_is_the_same() {
     let labels =
         |order| -> Vec<u16> { cuda.keep(order).expect("reads").iter().flat_map(KeptOrder::labels).collect() };
     assert_eq!((labels(&refreshed), labels(&old)), (expected, before));
+}
+
+/// Tokens on which two partitions agree, every cluster of the first matched with the one of the second that most of its
+/// tokens lie in.
+fn agreeing(a: &[u16], b: &[u16], clusters: usize) -> usize {
+    let mut both = vec![0; clusters * clusters];
+    a.iter().zip(b).for_each(|(&a, &b)| both[usize::from(a) * clusters + usize::from(b)] += 1);
+    both.chunks_exact(clusters).map(|row| row.iter().copied().max().unwrap_or(0)).sum()
+}
+
+#[test]
+fn partitions_agree_whatever_their_numbers() {
+    assert_eq!(agreeing(&[0, 0, 1, 2], &[2, 2, 0, 1], 3), 4);
+    assert_eq!(agreeing(&[0, 0, 1, 2], &[2, 1, 0, 1], 3), 3);
 }
 
 /// A clip on the GPU's backend is the CPU's, step by step, within the tolerance of the kernels.

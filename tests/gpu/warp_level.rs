@@ -8,7 +8,7 @@ use crate::attention::{
 use crate::device::warp_level;
 
 /// One recipe for each of the kernels.
-const KERNELS: [&str; 12] = [
+const KERNELS: [&str; 18] = [
     "vc8-expcast",
     "vc16-expcast",
     "vc8",
@@ -21,6 +21,12 @@ const KERNELS: [&str; 12] = [
     "vc16+demean=off",
     "vc8-fp8qk+demean=off",
     "vc8-fp8qk+p=e4m3+rowsum=exact+demean=off",
+    "vc8-expcast+encoder=quadratic",
+    "vc8-expcast+encoder=quadratic+demean=off",
+    "vc16-expcast+encoder=quadratic",
+    "vc16-expcast+encoder=quadratic+demean=off",
+    "vc8-fp8qk+encoder=quadratic",
+    "vc8-fp8qk+encoder=quadratic+demean=off",
 ];
 
 #[test]

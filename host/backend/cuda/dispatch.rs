@@ -86,6 +86,11 @@ impl Family {
         }
     }
 
+    /// Whether it has the quadratic encoder of ExpCast beside the packed one.
+    pub(super) fn quadratic(self) -> bool {
+        matches!(self, Family::Sm90 | Family::Mma)
+    }
+
     /// Query rows of a block of its entries.
     pub(super) fn rows(self) -> usize {
         match self {
@@ -149,6 +154,17 @@ impl Kernels {
     /// The module that runs a recipe's format of Q and K, as its place in [`Kernels::modules`].
     pub(super) fn module_for(&self, recipe: &Recipe) -> Option<usize> {
         self.modules.iter().position(|module| module.family.qk(recipe).is_some())
+    }
+
+    /// Attention kernels that are taken from a module of [`Kernels::modules`]: those whose work none before it does.
+    pub(super) fn entries(&self, module: usize) -> impl Iterator<Item = &'static Entry> {
+        let (before, own) = (&self.modules[..module], self.modules[module].family);
+        let work = |family: Family, entry: &'static Entry| entry.name.strip_prefix(family.prefix());
+        let done = move |entry: &&Entry| {
+            let mut all = before.iter().flat_map(|m| m.family.entries().iter().map(|e| work(m.family, e)));
+            all.any(|other| other == entry.name.strip_prefix(own.prefix()))
+        };
+        own.entries().iter().filter(move |entry| !done(entry))
     }
 
     /// The named recipes that a module of [`Kernels::modules`] runs: those that none before it does.
@@ -280,6 +296,9 @@ mod tests {
         assert_eq!(hopper.recipes(0), ["vc8-fp8qk", "vc16", "vc16-expcast"]);
         assert_eq!(hopper.recipes(1), ["vc8", "vc8-expcast"]);
         assert_eq!(hopper.recipes(2), ["vc4"]);
+        assert!(hopper.entries(1).all(|entry| entry.name.starts_with("attention_mma_i8_")));
+        assert_eq!(hopper.entries(1).count() + Family::Sm90.entries().len(), Family::Mma.entries().len());
+        assert_eq!(hopper.entries(2).count(), Family::Fp4Decoded.entries().len());
         for (name, module) in [("vc16", Some(0)), ("vc8", Some(1)), ("vc4", Some(2)), ("sage3", None)] {
             assert_eq!(hopper.module_for(&Recipe::parse(name).expect("a recipe")), module, "{name}");
         }

@@ -191,7 +191,7 @@ impl Device {
         }
         self.bind()?;
         let Module { arch, family, .. } = self.kernels.modules[index];
-        let entries = family.entries().iter().chain(family.prepare());
+        let entries = self.kernels.entries(index).chain(family.prepare());
         let mut same = self.modules.iter().zip(self.kernels.modules).filter(|(_, other)| other.arch == arch);
         if let Some(other) = same.find_map(|(slot, _)| slot.get()) {
             // Another family of the same text is loaded: the driver has assembled these already.

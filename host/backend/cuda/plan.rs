@@ -15,7 +15,7 @@ use super::workspace::{Layout, Section, Workspace};
 use crate::error::{Error, Result};
 use crate::grouping::{COLD_ITERATIONS, TOKENS_PER_CLUSTER, TokenOrder, WARM_ITERATIONS, default_clusters};
 use crate::problem::Shape;
-use crate::recipe::vc::EXPCAST;
+use crate::recipe::vc::{EXPCAST, QUADRATIC};
 use crate::recipe::{Probabilities, QkFormat, Recipe, RowSums, VFormat};
 use crate::tensor::DType;
 
@@ -1033,10 +1033,11 @@ fn names(spec: &Spec, device: &Device) -> Result<Names> {
     } else {
         let p = match recipe.p {
             p if p == EXPCAST && recipe.row_sums == RowSums::Decoded => "_expcast",
+            p if p == QUADRATIC && recipe.row_sums == RowSums::Decoded && family.quadratic() => "_quadratic",
             Probabilities::E4m3 { peak: 256.0 } if recipe.row_sums == RowSums::Exact => "_exp2",
             _ => {
                 return refuse(
-                    "these probabilities (they take packed ExpCast at its own beta with decoded row sums, or exact exponentials with a peak of 256 and exact row sums)",
+                    "these probabilities (they take packed ExpCast at its own beta, on some GPUs quadratic ExpCast at a beta of 0, with decoded row sums; or exact exponentials with a peak of 256 and exact row sums)",
                 );
             }
         };

@@ -35,12 +35,11 @@ use core::num::NonZeroU32;
 use super::epilogue::{Call, PEAK_E4M3, RowEnd, Work, finish};
 pub use super::epilogue::{OUT_BF16, OUT_F16, OUT_F32};
 use super::operand::Operand;
-use super::softmax::{self, Codes, Exp2, ExpCast, LOWEST, Pending, Rows, quad_sum};
+use super::softmax::{self, Codes, Encoder, Exp2, ExpCast, LOWEST, Pending, Quadratic, Rows, quad_sum};
 use super::tiles::{self, KEYS, MEAN_BLOCKS, MEAN_BYTES, ROWS, V_BYTES, swizzle_128};
 use super::{MMA_STAGES_8_BIT, MMA_STAGES_F16};
 use crate::ptx::async_copy::{commit_group, copy_16, wait_group};
 use crate::ptx::collective::sync_threads;
-use crate::ptx::f16x2::splat;
 use crate::ptx::shuffle::permute;
 use crate::ptx::special::thread_idx_x;
 use crate::ptx::{convert, mma};
@@ -313,7 +312,7 @@ fn wide_four(s: &[f32; 64], pair: usize, row: usize) -> [f32; 4] {
     [s[first], s[first + 1], s[second], s[second + 1]]
 }
 
-impl Weights for ExpCast {
+impl<E: Encoder> Weights for E {
     #[inline(always)]
     fn of_packed(s: &softmax::Scores, max: u32) -> (Codes, Option<Rows>) {
         let addend = Self::addend(max);
@@ -333,8 +332,7 @@ impl Weights for ExpCast {
         for (i, p) in p.iter_mut().enumerate() {
             let (pair, row) = (i / 2, i % 2);
             let [a, b, c, d] = wide_four(s, pair, row).map(|s| s - max[row]);
-            let beta = splat(Self::BETA);
-            let codes = [convert::f16x2(a, b), convert::f16x2(c, d)].map(|s| Self::code(s, beta));
+            let codes = [convert::f16x2(a, b), convert::f16x2(c, d)].map(|s| Self::code(s, Self::FROM_ZERO));
             *p = permute(codes[0], codes[1], Self::BYTES);
         }
         (p, None)
@@ -477,14 +475,15 @@ impl<M> State<M> {
     #[inline(always)]
     unsafe fn add_values(&mut self, p: &Codes, v: Operand, alpha: Rows, not_zero: u32) {
         let p = p.as_chunks::<4>().0;
-        for (part, out) in self.out.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+        // In quarters: the assembler would load fragments far ahead, and on sm_90 run out of registers.
+        for (part, out) in self.out.as_chunks_mut::<16>().0.iter_mut().enumerate() {
             softmax::stay(not_zero, || {
                 for (j, out) in out.as_chunks_mut::<4>().0.iter_mut().enumerate() {
                     let mut product = [0.0; 4];
                     for pair in 0..2 {
                         // SAFETY: the whole warp is here; the tile has landed.
                         unsafe {
-                            let [b, next] = v.fragments(8 * part + j, pair);
+                            let [b, next] = v.fragments(4 * part + j, pair);
                             mma::m16n8k32_f32_e4m3(&mut product, p[2 * pair], b);
                             mma::m16n8k32_f32_e4m3(&mut product, p[2 * pair + 1], next);
                         }
@@ -636,13 +635,19 @@ macro_rules! entry {
 
 entry!(attention_mma_f16_expcast_smooth, F16, ExpCast, true);
 entry!(attention_mma_f16_expcast_plain, F16, ExpCast, false);
+entry!(attention_mma_f16_quadratic_smooth, F16, Quadratic, true);
+entry!(attention_mma_f16_quadratic_plain, F16, Quadratic, false);
 entry!(attention_mma_f16_exp2_smooth, F16, Exp2, true);
 entry!(attention_mma_f16_exp2_plain, F16, Exp2, false);
 entry!(attention_mma_e4m3_expcast_smooth, E4m3, ExpCast, true);
 entry!(attention_mma_e4m3_expcast_plain, E4m3, ExpCast, false);
+entry!(attention_mma_e4m3_quadratic_smooth, E4m3, Quadratic, true);
+entry!(attention_mma_e4m3_quadratic_plain, E4m3, Quadratic, false);
 entry!(attention_mma_e4m3_exp2_smooth, E4m3, Exp2, true);
 entry!(attention_mma_e4m3_exp2_plain, E4m3, Exp2, false);
 entry!(attention_mma_i8_expcast_smooth, Int8, ExpCast, true);
 entry!(attention_mma_i8_expcast_plain, Int8, ExpCast, false);
+entry!(attention_mma_i8_quadratic_smooth, Int8, Quadratic, true);
+entry!(attention_mma_i8_quadratic_plain, Int8, Quadratic, false);
 entry!(attention_mma_i8_exp2_smooth, Int8, Exp2, true);
 entry!(attention_mma_i8_exp2_plain, Int8, Exp2, false);

@@ -50,7 +50,7 @@ use core::num::NonZeroU32;
 
 use super::epilogue::{Call, PEAK_E4M3, RowEnd, Work, finish};
 pub use super::epilogue::{OUT_BF16, OUT_F16, OUT_F32};
-use super::softmax::{self, Exp2, ExpCast, Pending, Rows, mask, pack, quad_sum, stay};
+use super::softmax::{self, Encoder, Exp2, ExpCast, Pending, Quadratic, Rows, mask, pack, quad_sum, stay};
 use super::tiles::{self, KEYS, MEAN_BLOCKS, MEAN_BYTES, ROWS, V_BYTES};
 use super::{ONES_BYTES, STAGES_E4M3, STAGES_F16};
 use crate::ptx::bulk_copy::global_to_shared;
@@ -147,7 +147,7 @@ impl Partial {
     }
 }
 
-impl Weights for ExpCast {
+impl<E: Encoder> Weights for E {
     const PACK: u32 = Self::BYTES;
 
     #[inline(always)]
@@ -628,7 +628,8 @@ impl<S: Scores, const STAGES: u32> Consumer<'_, S, STAGES> {
                 if more {
                     shared.k_free(last_k.stage()).arrive();
                 }
-                if self.block > 0 {
+                // The step on masked scores behind an odd number of blocks reads the last tile once more.
+                if self.block > 0 && (EVEN || self.left > 0) {
                     shared.v_free(last_v.stage()).arrive();
                 }
                 if SMOOTH && means_read {
@@ -764,9 +765,13 @@ macro_rules! entry {
 
 entry!(attention_sm90_f16_expcast_smooth, F16, ExpCast, STAGES_F16, true);
 entry!(attention_sm90_f16_expcast_plain, F16, ExpCast, STAGES_F16, false);
+entry!(attention_sm90_f16_quadratic_smooth, F16, Quadratic, STAGES_F16, true);
+entry!(attention_sm90_f16_quadratic_plain, F16, Quadratic, STAGES_F16, false);
 entry!(attention_sm90_f16_exp2_smooth, F16, Exp2, STAGES_F16, true);
 entry!(attention_sm90_f16_exp2_plain, F16, Exp2, STAGES_F16, false);
 entry!(attention_sm90_e4m3_expcast_smooth, E4m3, ExpCast, STAGES_E4M3, true);
 entry!(attention_sm90_e4m3_expcast_plain, E4m3, ExpCast, STAGES_E4M3, false);
+entry!(attention_sm90_e4m3_quadratic_smooth, E4m3, Quadratic, STAGES_E4M3, true);
+entry!(attention_sm90_e4m3_quadratic_plain, E4m3, Quadratic, STAGES_E4M3, false);
 entry!(attention_sm90_e4m3_exp2_smooth, E4m3, Exp2, STAGES_E4M3, true);
 entry!(attention_sm90_e4m3_exp2_plain, E4m3, Exp2, STAGES_E4M3, false);

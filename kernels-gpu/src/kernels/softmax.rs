@@ -119,38 +119,96 @@ pub(super) fn stay(not_zero: u32, mut body: impl FnMut()) {
     }
 }
 
+/// An encoder of packed scores: E4M3 bytes without an exponential ([`expcast`](crate::numerics::expcast)).
+///
+/// A subnormal f16 is a whole number of 2^-24 and its bits are that number: a sum in its range rounds to whole codes,
+/// saturation cuts off below code 0, and the low byte of the bits is the code.
+pub(super) trait Encoder {
+    /// Where [`pack`] finds the bytes of [`code`](Self::code)s.
+    const BYTES: u32 = 0x6420;
+    /// [`addend`](Self::addend) where both maxima are 0.
+    const FROM_ZERO: u32;
+    /// What is added to the scores of both rows.
+    fn addend(max: u32) -> u32;
+    /// The codes of two scores, in the low bytes of the halves.
+    fn code(s: u32, addend: u32) -> u32;
+    /// What the codes take for the row maxima, in code units: the addend was rounded to f16, and its own maximum is what
+    /// all codes agree on.
+    fn reference(max: u32) -> Rows;
+}
+
 /// The packed ExpCast encoder: a byte is the score rounded in code units, exponential by its own format.
 pub(super) struct ExpCast;
 
 impl ExpCast {
     /// -0.484375: with it every row max below 1024 code units lands on byte 120.
-    pub(super) const BETA: u16 = 0xb7c0;
+    const BETA: u16 = 0xb7c0;
     const BETA_F32: f32 = -0.484375;
-    /// 2^-24 and 120 of them: a subnormal f16 is a whole number of 2^-24 and its bits are that number, so a product
-    /// with the first rounds to whole codes, and saturation cuts off below code 0.
+    /// 2^-24 and 120 of them.
     const UNIT: u16 = 1;
     const TOP: u16 = 120;
-    /// Where [`pack`] finds the bytes of [`code`](Self::code)s.
-    pub(super) const BYTES: u32 = 0x6420;
+}
 
-    /// What is added to the scores of both rows.
+impl Encoder for ExpCast {
+    const FROM_ZERO: u32 = splat(Self::BETA);
+
     #[inline(always)]
-    pub(super) fn addend(max: u32) -> u32 {
-        f16x2::sub(splat(Self::BETA), max)
+    fn addend(max: u32) -> u32 {
+        f16x2::sub(Self::FROM_ZERO, max)
     }
 
-    /// The codes of two scores, in the low bytes of the halves.
     #[inline(always)]
-    pub(super) fn code(s: u32, addend: u32) -> u32 {
+    fn code(s: u32, addend: u32) -> u32 {
         f16x2::fma_sat(f16x2::add(s, addend), splat(Self::UNIT), splat(Self::TOP))
     }
 
-    /// What the codes take for the row maxima, in code units.
     #[inline(always)]
-    pub(super) fn reference(max: u32) -> Rows {
-        // The addend was rounded to f16: its own maximum is what all codes agree on.
+    fn reference(max: u32) -> Rows {
         let (upper, lower) = convert::f32_of_f16x2(Self::addend(max));
         [Self::BETA_F32 - upper, Self::BETA_F32 - lower]
+    }
+}
+
+/// The quadratic encoder: the score bent by a parabola in every octave, so that the byte is nearly that of an exponential.
+pub(super) struct Quadratic;
+
+impl Quadratic {
+    /// 724 * 2^-24, a code unit; its negative, its multiples by 8 as a negative number of 2^-24, and 2^-24 over them.
+    const UNIT: u16 = 724;
+    const MINUS_UNIT: u16 = 0x8000 | 724;
+    const MINUS_OCTAVE: u16 = 0xeda8;
+    const PER_OCTAVE: u16 = 0x09a8;
+    /// Where the row's max sits: -3360 * 2^-24.
+    const ZERO: u16 = 0x8a90;
+    /// 8, and in 2^-24 -2 and 132.
+    const EIGHT: u16 = 0x4800;
+    const MINUS_TWO: u16 = 0x8002;
+    const BASE: u16 = 132;
+    const ZERO_F32: f32 = -3360.0 / 16_777_216.0;
+    const PER_UNIT: f32 = 16_777_216.0 / 724.0;
+}
+
+impl Encoder for Quadratic {
+    const FROM_ZERO: u32 = splat(Self::ZERO);
+
+    #[inline(always)]
+    fn addend(max: u32) -> u32 {
+        f16x2::fma(max, splat(Self::MINUS_UNIT), Self::FROM_ZERO)
+    }
+
+    #[inline(always)]
+    fn code(s: u32, addend: u32) -> u32 {
+        let x = f16x2::fma(s, splat(Self::UNIT), addend);
+        let r = f16x2::fma(x, splat(Self::PER_OCTAVE), splat(Self::MINUS_TWO));
+        let e = f16x2::fma(r, splat(Self::MINUS_OCTAVE), x);
+        let z = f16x2::fma(r, splat(Self::EIGHT), splat(Self::BASE));
+        f16x2::fma_sat(e, e, z)
+    }
+
+    #[inline(always)]
+    fn reference(max: u32) -> Rows {
+        let (upper, lower) = convert::f32_of_f16x2(Self::addend(max));
+        [(Self::ZERO_F32 - upper) * Self::PER_UNIT, (Self::ZERO_F32 - lower) * Self::PER_UNIT]
     }
 }
 
