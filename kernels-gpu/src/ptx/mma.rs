@@ -137,28 +137,24 @@ mod host {
     use crate::emulation::instructions::{thread_index, warp, warp_wide};
     use crate::formats::{e2m1, e4m3, f16, nvfp4};
 
-    /// The rows g and g + 8 of A and the columns 2q and 2q + 1 of B that meet in this lane's D. A register holds `elements`
-    /// values, a row or column 8 times as many; behind them lie zeros.
+    /// The rows g and g + 8 of A and the columns 2q and 2q + 1 of B, of `K` values, that meet in this lane's D.
     #[track_caller]
-    fn lines(
+    fn lines<const K: usize>(
         name: &str,
         a: [u32; 4],
         b: [u32; 2],
-        elements: usize,
         value: fn(u32, usize) -> f32,
-    ) -> [[[f32; 64]; 2]; 2] {
+    ) -> [[[f32; K]; 2]; 2] {
         let pair = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
         let all = warp_wide(name, 0, [pair(a[0], a[1]), pair(a[2], a[3]), pair(b[0], b[1])], false);
         let register = |lane: usize, i: usize| (all[lane][i / 2] >> (i % 2 * 32)) as u32;
         let (g, q) = (thread_index() as usize % 32 / 4, thread_index() as usize % 4);
-        // A row or column along k: its four lanes hold `elements` values each, in one register and then in another.
-        let line = |first: usize, registers: [usize; 2]| -> [f32; 64] {
-            core::array::from_fn(|k| match k {
-                k if k >= 8 * elements => 0.0,
-                k => {
-                    let (half, quad) = (k / (4 * elements), k % (4 * elements) / elements);
-                    value(register(first + quad, registers[half]), k % elements)
-                }
+        // Its four lanes hold as many values each, in one register and then in another.
+        let elements = K / 8;
+        let line = |first: usize, registers: [usize; 2]| -> [f32; K] {
+            core::array::from_fn(|k| {
+                let (half, quad) = (k / (4 * elements), k % (4 * elements) / elements);
+                value(register(first + quad, registers[half]), k % elements)
             })
         };
         let rows = [line(4 * g, [0, 2]), line(4 * g, [1, 3])];
@@ -167,16 +163,15 @@ mod host {
 
     /// A B at this lane's places of D; the products are summed in f32 in the order of k.
     #[track_caller]
-    fn multiply(
+    fn multiply<const K: usize>(
         name: &str,
         a: [u32; 4],
         b: [u32; 2],
-        elements: usize,
         value: fn(u32, usize) -> f32,
     ) -> [f32; 4] {
-        let [rows, columns] = lines(name, a, b, elements, value);
+        let [rows, columns] = lines::<K>(name, a, b, value);
         core::array::from_fn(|i| {
-            let pairs = rows[i / 2].iter().zip(&columns[i % 2]).take(8 * elements);
+            let pairs = rows[i / 2].iter().zip(&columns[i % 2]);
             pairs.fold(0.0, |sum, (a, b)| sum + a * b)
         })
     }
@@ -219,7 +214,7 @@ mod host {
     /// As on the device; what is broken of it is a fault.
     #[track_caller]
     pub unsafe fn m16n8k16_f32_bf16(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
-        add(d, multiply("mma.m16n8k16.f32.bf16", a, b, 2, brain));
+        add(d, multiply::<16>("mma.m16n8k16.f32.bf16", a, b, brain));
     }
 
     /// D += A B for f16, accumulated in f32.
@@ -228,7 +223,7 @@ mod host {
     /// As on the device; what is broken of it is a fault.
     #[track_caller]
     pub unsafe fn m16n8k16_f32_f16(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
-        add(d, multiply("mma.m16n8k16.f32.f16", a, b, 2, half));
+        add(d, multiply::<16>("mma.m16n8k16.f32.f16", a, b, half));
     }
 
     /// D += A B for f16, accumulated in f16.
@@ -237,7 +232,7 @@ mod host {
     /// As on the device; what is broken of it is a fault.
     #[track_caller]
     pub unsafe fn m16n8k16_f16_f16(d: &mut [u32; 2], a: [u32; 4], b: [u32; 2]) {
-        add_f16(d, multiply("mma.m16n8k16.f16.f16", a, b, 2, half));
+        add_f16(d, multiply::<16>("mma.m16n8k16.f16.f16", a, b, half));
     }
 
     /// D += A B for E4M3, accumulated in f32.
@@ -246,7 +241,7 @@ mod host {
     /// As on the device; what is broken of it is a fault.
     #[track_caller]
     pub unsafe fn m16n8k32_f32_e4m3(d: &mut [f32; 4], a: [u32; 4], b: [u32; 2]) {
-        add(d, multiply("mma.m16n8k32.f32.e4m3", a, b, 4, byte));
+        add(d, multiply::<32>("mma.m16n8k32.f32.e4m3", a, b, byte));
     }
 
     /// D += A B for E4M3, accumulated in f16.
@@ -255,7 +250,7 @@ mod host {
     /// As on the device; what is broken of it is a fault.
     #[track_caller]
     pub unsafe fn m16n8k32_f16_e4m3(d: &mut [u32; 2], a: [u32; 4], b: [u32; 2]) {
-        add_f16(d, multiply("mma.m16n8k32.f16.e4m3", a, b, 4, byte));
+        add_f16(d, multiply::<32>("mma.m16n8k32.f16.e4m3", a, b, byte));
     }
 
     /// D += A B for signed bytes, exact.
@@ -265,7 +260,7 @@ mod host {
     #[track_caller]
     pub unsafe fn m16n8k32_s32_s8(d: &mut [u32; 4], a: [u32; 4], b: [u32; 2]) {
         // 32 products of two bytes are exact in f32.
-        let product = multiply("mma.m16n8k32.s32.s8", a, b, 4, signed);
+        let product = multiply::<32>("mma.m16n8k32.s32.s8", a, b, signed);
         d.iter_mut().zip(product).for_each(|(d, p)| *d = d.wrapping_add(p as i32 as u32));
     }
 
@@ -283,7 +278,7 @@ mod host {
     ) {
         const { assert!(LANES_A < 2 && LANE_B < 4) }
         const NAME: &str = "mma.m16n8k64.nvfp4";
-        let [rows, columns] = lines(NAME, a, b, 8, nibble);
+        let [rows, columns] = lines::<64>(NAME, a, b, nibble);
         let both = u64::from(scales_a) | u64::from(scales_b) << 32;
         let scales = warp(NAME, LANES_A << 2 | LANE_B, both, false);
         let (g, q) = (thread_index() as usize % 32 / 4, thread_index() as usize % 4);
