@@ -256,7 +256,7 @@ pub fn of_a_broken_query(gpu: &Gpu, kernels: &[&str]) {
                 let mut data = clean.clone();
                 data.q[row * 64 + 7 * i] = value;
                 // INT8 rows share a scale with the row 8 further on in their 16: theirs is one without the value.
-                let mate = row - row % 300 + (row % 300 ^ 8);
+                let mate = row - row % 300 + ((row % 300) ^ 8);
                 let rescaled = (recipe(text).qk == QkFormat::Int8).then_some(mate);
                 let case = format!("{text}, {value} in q");
                 check_spread(&case, &reference, &of(&data), 64, |r| r == row, rescaled);

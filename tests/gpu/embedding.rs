@@ -236,9 +236,14 @@ fn errors_of_a_plan() {
         e => panic!("{e:?}"),
     }
     // Recipes that no kernel of Hopper covers, and one that contradicts itself.
-    for text in
-        ["exact", "sage3", "vc4+rowsum=exact", "vc16+order=balanced", "vc16-expcast+beta=-0.35", "vc16+rotate-v=on"]
-    {
+    for text in [
+        "exact",
+        "sage3",
+        "vc4+rowsum=exact",
+        "vc16+order=balanced",
+        "vc16-expcast+beta=-0.35",
+        "vc16+rotate-v=on",
+    ] {
         match plan_error(&gpu, Spec { recipe: recipe(text), ..good.clone() }) {
             Error::Recipe { recipe, reason } => {
                 assert_eq!(recipe, text);

@@ -53,9 +53,11 @@ fn labels_bring_an_order_back_on_another_plan() {
             assert_eq!(found.labels[at..][..len], expected.labels[at..][..len], "batch {b}, head {head}");
         }
     }
-    // Reuse keeps it; a refresh starts from the loaded clusters, as the CPU's does.
+    // Reuse keeps it; a refresh starts from the loaded clusters, as the CPU's does. The values know nothing of these labels, so
+    // all clusters begin near each other and a rounding moves tokens: most of them have to agree, and a cold start must not.
     assert_eq!(other.group(Grouping::Reuse).order, found.order);
     let refreshed = other.group(Grouping::Warm);
+    let afresh = call(&second).group(Grouping::Cold);
     let clusters = vc_attention::grouping::default_clusters(2500);
     let now = Problem { kv_lens: Some(&lens), ..second.problem() };
     for (b, &len) in lens.iter().enumerate() {
@@ -65,9 +67,13 @@ fn labels_bring_an_order_back_on_another_plan() {
             let v = now.v.read_head(b, head, len);
             let cpu = group_from(&v, 128, &recipe.grouping, &kept).expect("refreshes");
             // The path through the clusters may number them otherwise once a token moves: the partitions are compared.
-            let moved = len - agreeing(&cpu.labels, &refreshed.labels[at..][..len], clusters);
-            println!("batch {b}, head {head}: {moved} of {len} tokens lie in other clusters than by the CPU's refresh");
-            assert!(moved * 20 <= len, "batch {b}, head {head}: {moved} of {len} tokens in other clusters");
+            let moved = |labels: &[u16]| len - agreeing(&cpu.labels, &labels[at..][..len], clusters);
+            let (warm, cold) = (moved(&refreshed.labels), moved(&afresh.labels));
+            let case = format!(
+                "batch {b}, head {head}: of {len} tokens {warm} lie in other clusters than the CPU's refresh"
+            );
+            println!("{case} has them in, {cold} after a cold start");
+            assert!(warm * 5 <= len && warm * 2 < cold, "{case}, {cold} after a cold start");
         }
     }
 }

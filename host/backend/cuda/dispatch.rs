@@ -200,6 +200,10 @@ const fn assembled(arch: &'static str, family: Family) -> Module {
     Module { arch, family, state: State::Assembled }
 }
 
+const fn tested(arch: &'static str, family: Family) -> Module {
+    Module { arch, family, state: State::Tested("an H200") }
+}
+
 const fn kernels(modules: &'static [Module]) -> Result<Kernels, &'static str> {
     Ok(Kernels { modules, default_recipe: DEFAULT })
 }
@@ -216,9 +220,9 @@ pub const TABLE: &[Row] = &[
         capabilities: &[(9, 0)],
         gpus: "H100, H200",
         kernels: kernels(&[
-            Module { arch: "sm_90a", family: Family::Sm90, state: State::Tested("an H200") },
-            assembled("sm_89", Family::Mma),
-            assembled("sm_90a", Family::Fp4Decoded),
+            tested("sm_90a", Family::Sm90),
+            tested("sm_89", Family::Mma),
+            tested("sm_90a", Family::Fp4Decoded),
         ]),
     },
     Row { capabilities: &[(10, 0)], gpus: "B200", kernels: kernels(&[assembled("sm_100a", Family::Sm100)]) },
