@@ -96,7 +96,9 @@ pub fn every_entry_at_odd_lengths(family: Family) {
         [(1, 1), (64, 2), (127, 127), (128, 128), (200, 129), (64, 191), (1, 300), (200, 300), (129, 256)];
     let schedules = [Schedule::Oldest, Schedule::Newest, Schedule::Random(1)];
     for (i, (q, kv)) in shapes.into_iter().enumerate() {
-        for case in Case::new(family, q, kv).entries() {
+        let case = Case::new(family, q, kv);
+        // The quadratic encoder differs in the codes alone: a third of the lengths will do.
+        for case in if i % 3 == 1 { case.entries() } else { case.main_entries() } {
             check(&Case { schedule: schedules[i % 3], promote: 1 + i as u32 % 3, ..case });
         }
     }
