@@ -54,3 +54,8 @@ fn a_nan_in_a_query_stays_in_its_row() {
 fn the_lse_bias_of_expcast_is_small() {
     checks::the_lse_bias_of_expcast_is_small(Family::Sm90);
 }
+
+#[test]
+fn int8_scores_have_no_range() {
+    checks::int8_scores_have_no_range(Family::Sm90);
+}

@@ -4,7 +4,7 @@
 mod emulated;
 
 use emulated::checks::{self, bits, check, run};
-use emulated::{Case, Family};
+use emulated::{Case, Family, Qk};
 
 #[test]
 fn every_entry_at_odd_lengths() {
@@ -70,7 +70,9 @@ fn both_tiles_of_a_block_are_filled() {
 fn one_tile_writes_the_bytes_of_the_hopper_kernel() {
     // The same contract: where no sum depends on an order, the two kernels agree to the last bit.
     for (q, kv) in [(1, 1), (3, 2)] {
-        for case in Case::new(Family::Sm90, q, kv).main_entries() {
+        // But for INT8, whose sums Hopper's takes with a bias.
+        let entries = Case::new(Family::Sm90, q, kv).main_entries();
+        for case in entries.into_iter().filter(|case| case.qk != Qk::Int8) {
             let hopper = run(&case);
             let blackwell = run(&Case { family: Family::Sm100, ..case.clone() });
             assert_eq!(bits(&hopper.lse), bits(&blackwell.lse), "{}", case.name());

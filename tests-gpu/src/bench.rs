@@ -99,6 +99,8 @@ fn time(
             scores.k.device_ptr(stream).0,
             values.v.device_ptr(stream).0,
             values.means.device_ptr(stream).0,
+            0,
+            0,
             values.scale.device_ptr(stream).0,
             0,
             0,

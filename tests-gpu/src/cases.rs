@@ -70,6 +70,9 @@ fn run(
         k.device_ptr(stream).0,
         v.device_ptr(stream).0,
         means.device_ptr(stream).0,
+        // Factors of INT8, which `tests/gpu` checks.
+        0,
+        0,
         scale.device_ptr(stream).0,
         lens.device_ptr(stream).0,
         poisoned.device_ptr(stream).0,

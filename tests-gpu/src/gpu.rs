@@ -36,7 +36,7 @@ pub struct Kernel {
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs)]
 pub struct Arguments {
-    pub pointers: [u64; 11],
+    pub pointers: [u64; 13],
     pub q_tokens: u32,
     pub kv_tokens: u32,
     pub q_heads: u32,
@@ -82,7 +82,9 @@ impl Gpu {
     /// The kernels whose name contains `only`, with what the driver's assembler made of them.
     pub fn kernels(&self, only: &str) -> Result<Vec<Kernel>> {
         let mut kernels = Vec::new();
-        let all = SM90.iter().flat_map(|e| self.modules.iter().map(move |m| (e, m)));
+        // INT8 has scales of rows and key groups, which the operands here have not: `tests/gpu` checks those entries.
+        let all = SM90.iter().filter(|e| !e.name.contains("_i8_"));
+        let all = all.flat_map(|e| self.modules.iter().map(move |m| (e, m)));
         for (entry, (name, module)) in all.filter(|(e, _)| e.name.contains(only)) {
             let label = [name.as_str(), entry.name].join(" ").trim().to_string();
             // SAFETY: the module is loaded, the function handle is the module's.

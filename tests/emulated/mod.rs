@@ -10,7 +10,7 @@ use kernels_gpu::emulation::{Fault, Launch, Memory, Schedule};
 use kernels_gpu::formats::e4m3;
 use kernels_gpu::kernels::tiles::{self, HEAD_DIM, KEYS, MEAN_BLOCKS, ROWS};
 use kernels_gpu::kernels::{Entry, FP4_DECODED, FP4_NATIVE, MMA, SM90, SM100};
-use kernels_gpu::kernels::{attention_fp4, attention_mma, attention_sm90, attention_sm100};
+use kernels_gpu::kernels::{attention_fp4, attention_mma, attention_sm90, attention_sm100, call};
 use kernels_gpu::layout::scale_groups;
 use kernels_gpu::numerics::{mean, units};
 use rand::SeedableRng;
@@ -44,8 +44,7 @@ impl Family {
     /// Formats of queries and keys that it takes.
     fn formats(self) -> &'static [Qk] {
         match self {
-            Family::Sm90 => &[Qk::F16, Qk::E4m3],
-            Family::Mma | Family::Sm100 => &[Qk::F16, Qk::E4m3, Qk::Int8],
+            Family::Sm90 | Family::Mma | Family::Sm100 => &[Qk::F16, Qk::E4m3, Qk::Int8],
             Family::Fp4Native | Family::Fp4Decoded => &[Qk::Nvfp4],
         }
     }
@@ -556,10 +555,9 @@ fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<Emulated, Fa
     let (rows, heads) = (case.batch * case.q_heads * case.q_tokens, case.batch * case.q_heads);
     let mut gpu = Memory::new();
     let [q, k, v] = [("q", &tiles.q), ("k", &tiles.k), ("v", &tiles.v)].map(|(n, x)| gpu.input(n, x));
-    let means =
-        if case.smooth && case.qk != Qk::Nvfp4 { gpu.input("means", &tiles.means) } else { std::ptr::null() };
-    let v_tensor = match case.qk {
-        Qk::Nvfp4 => gpu.input("v_tensor", &tiles.v_tensor),
+    let means: *const u8 = match case.qk {
+        Qk::Nvfp4 => gpu.input("v_tensor", &tiles.v_tensor).cast(),
+        _ if case.smooth => gpu.input("means", &tiles.means),
         _ => std::ptr::null(),
     };
     let v_scale = gpu.input("v_scale", &tiles.v_scale);
@@ -591,9 +589,9 @@ fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<Emulated, Fa
         .expect("an entry of a module");
     let group = NonZeroU32::new((case.q_heads / case.kv_heads) as u32).expect("query heads share kv heads");
     let out_type = match case.out {
-        Out::F32 => attention_sm90::OUT_F32,
-        Out::F16 => attention_sm90::OUT_F16,
-        Out::Bf16 => attention_sm90::OUT_BF16,
+        Out::F32 => call::OUT_F32,
+        Out::F16 => call::OUT_F16,
+        Out::Bf16 => call::OUT_BF16,
     };
     let (token, head) = (case.q_heads * pitch, pitch);
     let batch = case.q_tokens * token;
@@ -603,9 +601,13 @@ fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<Emulated, Fa
         [case.q_tokens, case.kv_tokens, case.q_heads, case.kv_heads, case.head_dim].map(|n| n as u32);
     let strides = [batch, head, token].map(|n| n as i64);
     macro_rules! call {
-        ($module:ident: $($name:ident)*; $arguments:tt) => {
+        ($($module:ident: $($name:ident)*;)*) => {
             match name.as_str() {
-                $(stringify!($name) => $module::$name $arguments,)*
+                $($(stringify!($name) => $module::$name(
+                    q, k, v, means, q_factor, k_scale, v_scale, kv_lens, poisoned, out, lse, lse_shift, row_max, q_tokens,
+                    kv_tokens, q_heads, kv_heads, group, head_dim, strides[0], strides[1], strides[2], case.promote,
+                    out_type,
+                ),)*)*
                 _ => unreachable!("every name of a case"),
             }
         };
@@ -613,47 +615,34 @@ fn emulate(case: &Case, tiles: &Tiles, lse_shift: &[f32]) -> Result<Emulated, Fa
     Launch::of(&entry).grid(grid).schedule(case.schedule).run(&gpu, || {
         // SAFETY: tiles, outputs and sizes are those of the case.
         unsafe {
-            match case.family {
-                Family::Sm90 => call!(
-                    attention_sm90: attention_sm90_f16_expcast_smooth attention_sm90_f16_expcast_plain
-                    attention_sm90_f16_quadratic_smooth attention_sm90_f16_quadratic_plain
-                    attention_sm90_f16_exp2_smooth attention_sm90_f16_exp2_plain
-                    attention_sm90_e4m3_expcast_smooth attention_sm90_e4m3_expcast_plain
-                    attention_sm90_e4m3_quadratic_smooth attention_sm90_e4m3_quadratic_plain
-                    attention_sm90_e4m3_exp2_smooth attention_sm90_e4m3_exp2_plain;
-                    (q, k, v, means, v_scale, kv_lens, poisoned, out, lse, lse_shift, row_max, q_tokens, kv_tokens,
-                    q_heads, kv_heads, group, head_dim, strides[0], strides[1], strides[2], case.promote, out_type)
-                ),
-                Family::Mma => call!(
-                    attention_mma: attention_mma_f16_expcast_smooth attention_mma_f16_expcast_plain
-                    attention_mma_f16_quadratic_smooth attention_mma_f16_quadratic_plain
-                    attention_mma_f16_exp2_smooth attention_mma_f16_exp2_plain
-                    attention_mma_e4m3_expcast_smooth attention_mma_e4m3_expcast_plain
-                    attention_mma_e4m3_quadratic_smooth attention_mma_e4m3_quadratic_plain
-                    attention_mma_e4m3_exp2_smooth attention_mma_e4m3_exp2_plain
-                    attention_mma_i8_expcast_smooth attention_mma_i8_expcast_plain
-                    attention_mma_i8_quadratic_smooth attention_mma_i8_quadratic_plain
-                    attention_mma_i8_exp2_smooth attention_mma_i8_exp2_plain;
-                    (q, k, v, means, q_factor, k_scale, v_scale, kv_lens, poisoned, out, lse, lse_shift, row_max,
-                    q_tokens, kv_tokens, q_heads, kv_heads, group, head_dim, strides[0], strides[1], strides[2], out_type)
-                ),
-                Family::Sm100 => call!(
-                    attention_sm100: attention_sm100_f16_expcast_smooth attention_sm100_f16_expcast_plain
-                    attention_sm100_f16_exp2_smooth attention_sm100_f16_exp2_plain
-                    attention_sm100_e4m3_expcast_smooth attention_sm100_e4m3_expcast_plain
-                    attention_sm100_e4m3_exp2_smooth attention_sm100_e4m3_exp2_plain
-                    attention_sm100_i8_expcast_smooth attention_sm100_i8_expcast_plain
-                    attention_sm100_i8_exp2_smooth attention_sm100_i8_exp2_plain;
-                    (q, k, v, means, q_factor, k_scale, v_scale, kv_lens, poisoned, out, lse, lse_shift, row_max,
-                    q_tokens, kv_tokens, q_heads, kv_heads, group, head_dim, strides[0], strides[1], strides[2], out_type)
-                ),
-                Family::Fp4Native | Family::Fp4Decoded => call!(
-                    attention_fp4: attention_fp4_native_smooth attention_fp4_native_plain
-                    attention_fp4_decoded_smooth attention_fp4_decoded_plain;
-                    (q, k, v, v_tensor, q_factor, k_scale, v_scale, kv_lens, poisoned, out, lse, lse_shift, row_max,
-                    q_tokens, kv_tokens, q_heads, kv_heads, group, head_dim, strides[0], strides[1], strides[2], out_type)
-                ),
-            }
+            call!(
+                attention_sm90: attention_sm90_f16_expcast_smooth attention_sm90_f16_expcast_plain
+                attention_sm90_f16_quadratic_smooth attention_sm90_f16_quadratic_plain
+                attention_sm90_f16_exp2_smooth attention_sm90_f16_exp2_plain
+                attention_sm90_e4m3_expcast_smooth attention_sm90_e4m3_expcast_plain
+                attention_sm90_e4m3_quadratic_smooth attention_sm90_e4m3_quadratic_plain
+                attention_sm90_e4m3_exp2_smooth attention_sm90_e4m3_exp2_plain
+                attention_sm90_i8_expcast_smooth attention_sm90_i8_expcast_plain
+                attention_sm90_i8_quadratic_smooth attention_sm90_i8_quadratic_plain
+                attention_sm90_i8_exp2_smooth attention_sm90_i8_exp2_plain;
+                attention_mma: attention_mma_f16_expcast_smooth attention_mma_f16_expcast_plain
+                attention_mma_f16_quadratic_smooth attention_mma_f16_quadratic_plain
+                attention_mma_f16_exp2_smooth attention_mma_f16_exp2_plain
+                attention_mma_e4m3_expcast_smooth attention_mma_e4m3_expcast_plain
+                attention_mma_e4m3_quadratic_smooth attention_mma_e4m3_quadratic_plain
+                attention_mma_e4m3_exp2_smooth attention_mma_e4m3_exp2_plain
+                attention_mma_i8_expcast_smooth attention_mma_i8_expcast_plain
+                attention_mma_i8_quadratic_smooth attention_mma_i8_quadratic_plain
+                attention_mma_i8_exp2_smooth attention_mma_i8_exp2_plain;
+                attention_sm100: attention_sm100_f16_expcast_smooth attention_sm100_f16_expcast_plain
+                attention_sm100_f16_exp2_smooth attention_sm100_f16_exp2_plain
+                attention_sm100_e4m3_expcast_smooth attention_sm100_e4m3_expcast_plain
+                attention_sm100_e4m3_exp2_smooth attention_sm100_e4m3_exp2_plain
+                attention_sm100_i8_expcast_smooth attention_sm100_i8_expcast_plain
+                attention_sm100_i8_exp2_smooth attention_sm100_i8_exp2_plain;
+                attention_fp4: attention_fp4_native_smooth attention_fp4_native_plain
+                attention_fp4_decoded_smooth attention_fp4_decoded_plain;
+            )
         }
     })?;
 

@@ -238,16 +238,21 @@ fn stages_in_sequence() {
     }
 }
 
-/// INT8 queries and keys, which only the warp-level kernels take.
+/// INT8 queries and keys, by the quantizers of both modules that a Hopper GPU runs.
 #[test]
 fn stages_of_int8() {
-    let Some(gpu) = warp_level() else { return };
+    for gpu in [gpu(), warp_level()].into_iter().flatten() {
+        stages_of_int8_on(&gpu);
+    }
+}
+
+fn stages_of_int8_on(gpu: &Gpu) {
     for (i, dim) in DIMS.into_iter().enumerate() {
         let tokens = [[129, 1023], [1, 191], [64, 128], [200, 127], [65, 2100], [128, 384]][i];
         for (j, dtype) in TYPES.into_iter().enumerate() {
             let inputs = plain(Case::new([i % 3 + 1, 4, 2], tokens, dim), 20 + j as u64, dtype);
             for text in ["vc8", "vc8-expcast+demean=off+order=sequence"] {
-                check(&gpu, "INT8", &inputs.problem(), &recipe(text));
+                check(gpu, "INT8", &inputs.problem(), &recipe(text));
             }
         }
     }

@@ -15,8 +15,8 @@ pub type Capability = (i32, i32);
 pub enum Family {
     /// `attention_sm90`: wgmma, for Hopper.
     Sm90,
-    /// `attention_mma`: warp-level products, for any GPU with FP8 Tensor Cores. Hopper takes INT8 from it;
-    /// [`Device::warp_level`](super::Device::warp_level) has it serve everything there.
+    /// `attention_mma`: warp-level products, for any GPU with FP8 Tensor Cores;
+    /// [`Device::warp_level`](super::Device::warp_level) has it serve Hopper too.
     Mma,
     /// `attention_sm100`: tcgen05, for B200.
     Sm100,
@@ -72,7 +72,7 @@ impl Family {
             _ if self.fp4() => None,
             (QkFormat::F16, ScoreType::F16) => Some("f16"),
             (QkFormat::E4m3PerHead, ScoreType::F16) => Some("e4m3"),
-            (QkFormat::Int8, ScoreType::F32) if matches!(self, Family::Mma | Family::Sm100) => Some("i8"),
+            (QkFormat::Int8, ScoreType::F32) if self != Family::Sm103 => Some("i8"),
             _ => None,
         }
     }
@@ -80,8 +80,10 @@ impl Family {
     /// The formats of Q and K that it takes, in words.
     pub(super) fn takes(self) -> &'static str {
         match self {
-            Family::Sm90 | Family::Sm103 => "f16 or e4m3-head, with f16 scores",
-            Family::Mma | Family::Sm100 => "f16 or e4m3-head, with f16 scores, or int8, with f32 scores",
+            Family::Sm103 => "f16 or e4m3-head, with f16 scores",
+            Family::Sm90 | Family::Mma | Family::Sm100 => {
+                "f16 or e4m3-head, with f16 scores, or int8, with f32 scores"
+            }
             Family::Fp4Native | Family::Fp4Decoded => "nvfp4 without centring of Q, with f32 scores",
         }
     }
@@ -102,8 +104,10 @@ impl Family {
     /// The named recipes that it runs.
     pub fn recipes(self) -> &'static [&'static str] {
         match self {
-            Family::Sm90 | Family::Sm103 => &["vc8-fp8qk", "vc16", "vc16-expcast"],
-            Family::Mma | Family::Sm100 => &["vc8", "vc8-expcast", "vc8-fp8qk", "vc16", "vc16-expcast"],
+            Family::Sm103 => &["vc8-fp8qk", "vc16", "vc16-expcast"],
+            Family::Sm90 | Family::Mma | Family::Sm100 => {
+                &["vc8", "vc8-expcast", "vc8-fp8qk", "vc16", "vc16-expcast"]
+            }
             Family::Fp4Native | Family::Fp4Decoded => &["vc4"],
         }
     }
@@ -219,11 +223,7 @@ pub const TABLE: &[Row] = &[
     Row {
         capabilities: &[(9, 0)],
         gpus: "H100, H200",
-        kernels: kernels(&[
-            tested("sm_90a", Family::Sm90),
-            tested("sm_89", Family::Mma),
-            tested("sm_90a", Family::Fp4Decoded),
-        ]),
+        kernels: kernels(&[tested("sm_90a", Family::Sm90), tested("sm_90a", Family::Fp4Decoded)]),
     },
     Row { capabilities: &[(10, 0)], gpus: "B200", kernels: kernels(&[assembled("sm_100a", Family::Sm100)]) },
     Row { capabilities: &[(10, 3)], gpus: "B300", kernels: kernels(&[assembled("sm_103a", Family::Sm103)]) },
@@ -297,13 +297,10 @@ mod tests {
     #[test]
     fn a_recipe_has_one_module() {
         let hopper = kernels_for("x", (9, 0)).expect("covered");
-        assert_eq!(hopper.recipes(0), ["vc8-fp8qk", "vc16", "vc16-expcast"]);
-        assert_eq!(hopper.recipes(1), ["vc8", "vc8-expcast"]);
-        assert_eq!(hopper.recipes(2), ["vc4"]);
-        assert!(hopper.entries(1).all(|entry| entry.name.starts_with("attention_mma_i8_")));
-        assert_eq!(hopper.entries(1).count() + Family::Sm90.entries().len(), Family::Mma.entries().len());
-        assert_eq!(hopper.entries(2).count(), Family::Fp4Decoded.entries().len());
-        for (name, module) in [("vc16", Some(0)), ("vc8", Some(1)), ("vc4", Some(2)), ("sage3", None)] {
+        assert_eq!(hopper.recipes(0), ["vc8", "vc8-expcast", "vc8-fp8qk", "vc16", "vc16-expcast"]);
+        assert_eq!(hopper.recipes(1), ["vc4"]);
+        assert_eq!(hopper.entries(1).count(), Family::Fp4Decoded.entries().len());
+        for (name, module) in [("vc16", Some(0)), ("vc8", Some(0)), ("vc4", Some(1)), ("sage3", None)] {
             assert_eq!(hopper.module_for(&Recipe::parse(name).expect("a recipe")), module, "{name}");
         }
     }

@@ -81,7 +81,7 @@ pub struct Spec {
     pub v: Strides,
     /// Strides of o.
     pub o: Strides,
-    /// Key blocks between promotions of the FP8 sums to f32, at most: the warp-level kernel promotes every one.
+    /// Key blocks between promotions of the FP8 sums to f32, at most: the warp-level kernels and INT8 on Hopper promote every one.
     pub promote: u32,
 }
 
@@ -744,22 +744,16 @@ impl DevicePlan {
             DType::F16 => 1,
             DType::Bf16 => 2,
         };
-        let arguments =
-            Arguments::new().with(self.ptr(self.at.q)).with(self.ptr(self.at.k)).with(self.ptr(self.at.v));
         let family = self.names.family;
-        let arguments = match family {
-            Family::Sm90 => arguments.with(self.ptr(self.at.mean_tiles)),
-            Family::Mma | Family::Sm100 | Family::Sm103 => arguments
-                .with(self.ptr(self.at.mean_tiles))
-                .with(self.ptr(self.at.q_factor))
-                .with(self.ptr(self.at.k_scale)),
-            // The means lie in the tiles of V.
-            Family::Fp4Native | Family::Fp4Decoded => arguments
-                .with(self.ptr(self.at.v_tensor))
-                .with(self.ptr(self.at.q_factor))
-                .with(self.ptr(self.at.k_scale)),
-        };
-        let arguments = arguments
+        // The means of NVFP4 lie in the tiles of V, and the scale of its values takes their place.
+        let means = if family.fp4() { self.at.v_tensor } else { self.at.mean_tiles };
+        let arguments = Arguments::new()
+            .with(self.ptr(self.at.q))
+            .with(self.ptr(self.at.k))
+            .with(self.ptr(self.at.v))
+            .with(self.ptr(means))
+            .with(self.ptr(self.at.q_factor))
+            .with(self.ptr(self.at.k_scale))
             .with(self.ptr(self.at.v_scale))
             .with(tensors.kv_lens)
             .with(self.poisoned())
@@ -775,12 +769,9 @@ impl DevicePlan {
             .with(s.head_dim as u32)
             .with(batch)
             .with(head)
-            .with(token);
-        let arguments = match family {
-            Family::Sm90 => arguments.with(self.spec.promote),
-            _ => arguments,
-        };
-        let arguments = arguments.with(out_type);
+            .with(token)
+            .with(self.spec.promote)
+            .with(out_type);
         let grid = [s.q_tokens.div_ceil(family.rows()) as u32, s.q_heads as u32, s.batch as u32];
         // SAFETY: by the caller.
         unsafe { self.device.function(&self.names.attention)?.launch(stream, grid, arguments) }

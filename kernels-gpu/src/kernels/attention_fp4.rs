@@ -20,25 +20,14 @@
 //!   exceeds f16).
 //! * **Not finite**: as in `attention_mma`; a query that is not finite has NaN scales.
 //!
-//! # Parameters of every entry
-//! Those of [`attention_sm90`](super::attention_sm90) without `promote`, in tiles and sizes of NVFP4 from
-//! [`quantize_fp4`](super::quantize_fp4), with `v_tensor` in the place of `means` and two more behind it:
-//!
-//! | name | what |
-//! |---|---|
-//! | `v_tensor` | f32 `[batch, kv_heads]`: the scale of the head's values |
-//! | `q_factor` | f32 `[batch, q_heads]`: multiplies the scores of a head |
-//! | `k_scale` | f32 `[batch, kv_heads]`: so does the scale of its keys |
-//!
-//! The grid is ceil(`q_tokens` / 128) x `q_heads` x batch.
+//! Parameters and grid: [`call`](super::call), in tiles and sizes of NVFP4 from [`quantize_fp4`](super::quantize_fp4).
 
 #![cfg_attr(target_arch = "nvptx64", allow(dead_code, reason = "a module has one of the two products"))]
 
 use core::marker::PhantomData;
-use core::num::NonZeroU32;
 
-use super::epilogue::{Call, RowEnd, Work, finish};
-pub use super::epilogue::{OUT_BF16, OUT_F16, OUT_F32};
+use super::call::{Call, Work, entry};
+use super::epilogue::{RowEnd, finish};
 use super::operand::Operand;
 use super::rows::Divisor;
 use super::softmax::{self, Rows};
@@ -59,6 +48,8 @@ use crate::ptx::{SharedAddr, convert, mma, shared};
 
 /// Threads of a block.
 const THREADS: usize = 256;
+/// Query rows of a block.
+const BLOCK_ROWS: u32 = 2 * ROWS as u32;
 /// K and V^T tile of a key block.
 const SLOT_BYTES: usize = K_FP4_BYTES + V_FP4_BYTES;
 /// What the row max is worth as a probability, and its binary logarithm.
@@ -366,13 +357,6 @@ impl Product for Decoded {
     }
 }
 
-/// Scales of the heads, as the entry's table has them.
-struct Scales {
-    v_tensor: *const f32,
-    q_factor: *const f32,
-    k_scale: *const f32,
-}
-
 /// The ring of K and V tiles in shared memory, and what is still to be fetched.
 struct Ring<P> {
     /// This thread's first 16 bytes of the next tiles.
@@ -622,7 +606,7 @@ impl State {
 
 /// The attention loop of a warp, over all key blocks.
 #[inline(always)]
-unsafe fn attend<P: Product, const SMOOTH: bool>(call: &Call, scales: &Scales, work: &Work) -> State {
+unsafe fn attend<P: Product, const SMOOTH: bool>(call: &Call, work: &Work) -> State {
     let mut state = State { max: [f32::NEG_INFINITY; 2], sum: [0.0; 2], out: [0.0; 64] };
     if work.tiles == 0 {
         return state;
@@ -631,10 +615,10 @@ unsafe fn attend<P: Product, const SMOOTH: bool>(call: &Call, scales: &Scales, w
     unsafe {
         let mut ring = Ring::<P>::start(call, work);
         let kept = load_queries::<P>(call, work);
-        let factor = *scales.q_factor.add((work.batch * call.q_heads + work.h) as usize)
-            * *scales.k_scale.add(work.kv_head as usize)
+        let factor = *call.q_factor.add((work.batch * call.q_heads + work.h) as usize)
+            * *call.k_scale.add(work.kv_head as usize)
             * P::GAIN;
-        let c = *scales.v_tensor.add(work.kv_head as usize) * P::GAIN;
+        let c = *call.means.cast::<f32>().add(work.kv_head as usize) * P::GAIN;
         let mut left = work.keys;
         for _ in 0..work.tiles {
             let landed = ring.next();
@@ -664,62 +648,27 @@ unsafe fn attend<P: Product, const SMOOTH: bool>(call: &Call, scales: &Scales, w
     state
 }
 
-macro_rules! entry {
-    ($name:ident, $product:ty, $smooth:literal) => { kernel! {
-        #[doc = concat!("[`attend`] by [`", stringify!($product), "`] products.")]
-        ///
-        /// # Safety
-        /// Parameters as the module says, launched with the bounds of its [`Entry`](super::Entry).
-        pub unsafe fn $name(
-            q: *const u8,
-            k: *const u8,
-            v: *const u8,
-            v_tensor: *const f32,
-            q_factor: *const f32,
-            k_scale: *const f32,
-            v_scale: *const f32,
-            kv_lens: *const u32,
-            poisoned: *const u32,
-            out: *mut u8,
-            lse: *mut f32,
-            lse_shift: *const f32,
-            row_max: *mut u32,
-            q_tokens: u32,
-            kv_tokens: u32,
-            q_heads: u32,
-            kv_heads: u32,
-            group: NonZeroU32,
-            head_dim: u32,
-            out_batch: i64,
-            out_head: i64,
-            out_token: i64,
-            out_type: u32,
-        ) {
-            let call = Call {
-                q, k, v, means: core::ptr::null(), v_scale, kv_lens, poisoned, out, lse, lse_shift, row_max, q_tokens,
-                kv_tokens, q_heads, kv_heads, group, head_dim, out_batch, out_head, out_token, out_type,
-            };
-            // SAFETY: the entry's contract; the whole block is here.
-            unsafe {
-                let scales = Scales { v_tensor, q_factor, k_scale };
-                let state = attend::<$product, $smooth>(&call, &scales, &call.work());
-                // The work anew, so that nothing of it occupies registers during the loop.
-                finish(&call, &call.work(), PEAK_LOG2, &state.out, &state.sum, || {
-                    state.max.map(|max| RowEnd { max, shift: max })
-                });
-            }
-        }
-    }};
+/// The kernel.
+#[inline(always)]
+unsafe fn attention<P: Product, const SMOOTH: bool>(call: Call) {
+    // SAFETY: the entry's contract; the whole block is here.
+    unsafe {
+        let state = attend::<P, SMOOTH>(&call, &call.work(BLOCK_ROWS));
+        // The work anew, so that nothing of it occupies registers during the loop.
+        finish(&call, &call.work(BLOCK_ROWS), PEAK_LOG2, &state.out, &state.sum, || {
+            state.max.map(|max| RowEnd { max, shift: max })
+        });
+    }
 }
 
 #[cfg(any(attention = "sm120", not(target_arch = "nvptx64")))]
-entry!(attention_fp4_native_smooth, Native, true);
+entry!(attention_fp4_native_smooth, attention::<Native, true>);
 #[cfg(any(attention = "sm120", not(target_arch = "nvptx64")))]
-entry!(attention_fp4_native_plain, Native, false);
+entry!(attention_fp4_native_plain, attention::<Native, false>);
 #[cfg(any(not(attention = "sm120"), not(target_arch = "nvptx64")))]
-entry!(attention_fp4_decoded_smooth, Decoded, true);
+entry!(attention_fp4_decoded_smooth, attention::<Decoded, true>);
 #[cfg(any(not(attention = "sm120"), not(target_arch = "nvptx64")))]
-entry!(attention_fp4_decoded_plain, Decoded, false);
+entry!(attention_fp4_decoded_plain, attention::<Decoded, false>);
 
 #[cfg(all(test, feature = "emulation"))]
 mod tests {

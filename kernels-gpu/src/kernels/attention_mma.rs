@@ -19,21 +19,12 @@
 //! * **Not finite**: the row max keeps a NaN, and one of a score or an overflow makes it NaN or infinite; such a
 //!   row is NaN in the output. `poisoned` marks (batch, kv head)s whose keys or values were not finite.
 //!
-//! # Parameters of every entry
-//! Those of [`attention_sm90`](super::attention_sm90) without `promote`, and behind `means` two for INT8 (not read by the others):
-//!
-//! | name | what |
-//! |---|---|
-//! | `q_factor` | f32 `[batch, q_heads, 128 ceil(q_tokens / 128)]`: multiplies the scores of a row, from [`quantize_q`](super::quantize_q) |
-//! | `k_scale` | f32 `[batch, kv_heads, ceil(kv_tokens / 128), 4]`: those of a key group, from [`quantize_k`](super::quantize_k) |
-//!
-//! The grid is ceil(`q_tokens` / 128) x `q_heads` x batch.
+//! Parameters and grid: [`call`](super::call).
 
 use core::marker::PhantomData;
-use core::num::NonZeroU32;
 
-use super::epilogue::{Call, PEAK_E4M3, RowEnd, Work, finish};
-pub use super::epilogue::{OUT_BF16, OUT_F16, OUT_F32};
+use super::call::{Call, Work, entry};
+use super::epilogue::{PEAK_E4M3, RowEnd, finish};
 use super::operand::Operand;
 use super::softmax::{self, Codes, Encoder, Exp2, ExpCast, LOWEST, Pending, Quadratic, Rows, quad_sum};
 use super::tiles::{self, KEYS, MEAN_BLOCKS, MEAN_BYTES, ROWS, V_BYTES, swizzle_128};
@@ -46,6 +37,8 @@ use crate::ptx::{convert, mma};
 
 /// Threads of a block.
 const THREADS: u32 = 256;
+/// Query rows of a block.
+const BLOCK_ROWS: u32 = 2 * ROWS as u32;
 
 crate::ptx::shared_symbol!(
     /// Start of the dynamic shared memory.
@@ -90,7 +83,7 @@ trait Scores {
     /// Below all scores.
     const LOWEST: Self::Max;
 
-    unsafe fn queries(call: &Call, scales: &Scales, work: &Work) -> Self::Queries;
+    unsafe fn queries(call: &Call, work: &Work) -> Self::Queries;
     /// S = Q K^T for the tile of a key block.
     unsafe fn product(q: &Self::Queries, k: Operand, block: u32) -> Self::Tile;
     /// Takes the keys from `valid` on out.
@@ -101,12 +94,6 @@ trait Scores {
     fn encode<W: Weights>(s: &Self::Tile, max: Self::Max) -> (Codes, Option<Rows>);
     /// The maxima, and what codes take for them.
     fn ends<W: Weights>(max: Self::Max) -> [RowEnd; 2];
-}
-
-/// Scales of INT8 queries and keys, as the entry's table has them.
-struct Scales {
-    q_factor: *const f32,
-    k_scale: *const f32,
 }
 
 /// Queries and keys whose products are packed f16 in code units.
@@ -157,7 +144,7 @@ impl<P: Packed> Scores for P {
     const LOWEST: u32 = LOWEST;
 
     #[inline(always)]
-    unsafe fn queries(call: &Call, _: &Scales, work: &Work) -> Fragments {
+    unsafe fn queries(call: &Call, work: &Work) -> Fragments {
         // SAFETY: the entry's contract.
         unsafe { load_queries(call, work, P::Q_BYTES / (ROWS * 32), P::Q_BYTES) }
     }
@@ -229,18 +216,18 @@ impl Scores for Int8 {
     const LOWEST: Rows = [f32::NEG_INFINITY; 2];
 
     #[inline(always)]
-    unsafe fn queries(call: &Call, scales: &Scales, work: &Work) -> ScaledQueries {
+    unsafe fn queries(call: &Call, work: &Work) -> ScaledQueries {
         let (warp, lane) = (thread_idx_x() as usize / 32, thread_idx_x() as usize % 32);
         let rows = call.q_tokens.div_ceil(2 * ROWS as u32) as usize * 2 * ROWS;
         let row = work.row as usize + warp * 16 + lane / 4;
         let tiles_a_head = call.kv_tokens.div_ceil(KEYS as u32) as usize;
         // SAFETY: factors of all rows of the tiles, scales of all key blocks of the head.
         unsafe {
-            let factor = scales.q_factor.add((work.batch * call.q_heads + work.h) as usize * rows + row);
+            let factor = call.q_factor.add((work.batch * call.q_heads + work.h) as usize * rows + row);
             ScaledQueries {
                 fragments: load_queries(call, work, 4, tiles::Q_E4M3_BYTES),
                 factor: [*factor, *factor.add(8)],
-                k_scale: scales.k_scale.add(work.kv_head as usize * tiles_a_head * 4 + lane % 4),
+                k_scale: call.k_scale.add(work.kv_head as usize * tiles_a_head * 4 + lane % 4),
             }
         }
     }
@@ -525,11 +512,7 @@ unsafe fn decoded_sums(p: &Codes) -> Rows {
 
 /// The attention loop of a warp, over all key blocks.
 #[inline(always)]
-unsafe fn attend<S: Scores, W: Weights, const SMOOTH: bool>(
-    call: &Call,
-    scales: &Scales,
-    work: &Work,
-) -> State<S::Max> {
+unsafe fn attend<S: Scores, W: Weights, const SMOOTH: bool>(call: &Call, work: &Work) -> State<S::Max> {
     let mut state = State { max: S::LOWEST, sum: [0.0; 2], out: [0.0; 64], pending: Pending::new() };
     if work.tiles == 0 {
         return state;
@@ -539,7 +522,7 @@ unsafe fn attend<S: Scores, W: Weights, const SMOOTH: bool>(
         let mut ring = Ring::<S>::start(call, work);
         let mean_tiles = call.kv_tokens.div_ceil((KEYS * MEAN_BLOCKS) as u32) as usize;
         let mut means = call.means.wrapping_add(work.kv_head as usize * mean_tiles * MEAN_BYTES);
-        let q = S::queries(call, scales, work);
+        let q = S::queries(call, work);
         let mut left = work.keys;
         for block in 0..work.tiles {
             let (k, v) = ring.next();
@@ -586,68 +569,32 @@ unsafe fn attend<S: Scores, W: Weights, const SMOOTH: bool>(
     state
 }
 
-macro_rules! entry {
-    ($name:ident, $scores:ty, $weights:ty, $smooth:literal) => { kernel! {
-        #[doc = concat!("[`attend`] with [`", stringify!($scores), "`] scores and [`", stringify!($weights), "`] probabilities.")]
-        ///
-        /// # Safety
-        /// Parameters as the module says, launched with the bounds of its [`Entry`](super::Entry).
-        pub unsafe fn $name(
-            q: *const u8,
-            k: *const u8,
-            v: *const u8,
-            means: *const u8,
-            q_factor: *const f32,
-            k_scale: *const f32,
-            v_scale: *const f32,
-            kv_lens: *const u32,
-            poisoned: *const u32,
-            out: *mut u8,
-            lse: *mut f32,
-            lse_shift: *const f32,
-            row_max: *mut u32,
-            q_tokens: u32,
-            kv_tokens: u32,
-            q_heads: u32,
-            kv_heads: u32,
-            group: NonZeroU32,
-            head_dim: u32,
-            out_batch: i64,
-            out_head: i64,
-            out_token: i64,
-            out_type: u32,
-        ) {
-            let call = Call {
-                q, k, v, means, v_scale, kv_lens, poisoned, out, lse, lse_shift, row_max, q_tokens, kv_tokens,
-                q_heads, kv_heads, group, head_dim, out_batch, out_head, out_token, out_type,
-            };
-            // SAFETY: the entry's contract; the whole block is here.
-            unsafe {
-                let state = attend::<$scores, $weights, $smooth>(&call, &Scales { q_factor, k_scale }, &call.work());
-                // The work anew, so that nothing of it occupies registers during the loop.
-                finish(&call, &call.work(), PEAK_E4M3, &state.out, &state.sum, || {
-                    <$scores as Scores>::ends::<$weights>(state.max)
-                });
-            }
-        }
-    }};
+/// The kernel.
+#[inline(always)]
+unsafe fn attention<S: Scores, W: Weights, const SMOOTH: bool>(call: Call) {
+    // SAFETY: the entry's contract; the whole block is here.
+    unsafe {
+        let state = attend::<S, W, SMOOTH>(&call, &call.work(BLOCK_ROWS));
+        // The work anew, so that nothing of it occupies registers during the loop.
+        finish(&call, &call.work(BLOCK_ROWS), PEAK_E4M3, &state.out, &state.sum, || S::ends::<W>(state.max));
+    }
 }
 
-entry!(attention_mma_f16_expcast_smooth, F16, ExpCast, true);
-entry!(attention_mma_f16_expcast_plain, F16, ExpCast, false);
-entry!(attention_mma_f16_quadratic_smooth, F16, Quadratic, true);
-entry!(attention_mma_f16_quadratic_plain, F16, Quadratic, false);
-entry!(attention_mma_f16_exp2_smooth, F16, Exp2, true);
-entry!(attention_mma_f16_exp2_plain, F16, Exp2, false);
-entry!(attention_mma_e4m3_expcast_smooth, E4m3, ExpCast, true);
-entry!(attention_mma_e4m3_expcast_plain, E4m3, ExpCast, false);
-entry!(attention_mma_e4m3_quadratic_smooth, E4m3, Quadratic, true);
-entry!(attention_mma_e4m3_quadratic_plain, E4m3, Quadratic, false);
-entry!(attention_mma_e4m3_exp2_smooth, E4m3, Exp2, true);
-entry!(attention_mma_e4m3_exp2_plain, E4m3, Exp2, false);
-entry!(attention_mma_i8_expcast_smooth, Int8, ExpCast, true);
-entry!(attention_mma_i8_expcast_plain, Int8, ExpCast, false);
-entry!(attention_mma_i8_quadratic_smooth, Int8, Quadratic, true);
-entry!(attention_mma_i8_quadratic_plain, Int8, Quadratic, false);
-entry!(attention_mma_i8_exp2_smooth, Int8, Exp2, true);
-entry!(attention_mma_i8_exp2_plain, Int8, Exp2, false);
+entry!(attention_mma_f16_expcast_smooth, attention::<F16, ExpCast, true>);
+entry!(attention_mma_f16_expcast_plain, attention::<F16, ExpCast, false>);
+entry!(attention_mma_f16_quadratic_smooth, attention::<F16, Quadratic, true>);
+entry!(attention_mma_f16_quadratic_plain, attention::<F16, Quadratic, false>);
+entry!(attention_mma_f16_exp2_smooth, attention::<F16, Exp2, true>);
+entry!(attention_mma_f16_exp2_plain, attention::<F16, Exp2, false>);
+entry!(attention_mma_e4m3_expcast_smooth, attention::<E4m3, ExpCast, true>);
+entry!(attention_mma_e4m3_expcast_plain, attention::<E4m3, ExpCast, false>);
+entry!(attention_mma_e4m3_quadratic_smooth, attention::<E4m3, Quadratic, true>);
+entry!(attention_mma_e4m3_quadratic_plain, attention::<E4m3, Quadratic, false>);
+entry!(attention_mma_e4m3_exp2_smooth, attention::<E4m3, Exp2, true>);
+entry!(attention_mma_e4m3_exp2_plain, attention::<E4m3, Exp2, false>);
+entry!(attention_mma_i8_expcast_smooth, attention::<Int8, ExpCast, true>);
+entry!(attention_mma_i8_expcast_plain, attention::<Int8, ExpCast, false>);
+entry!(attention_mma_i8_quadratic_smooth, attention::<Int8, Quadratic, true>);
+entry!(attention_mma_i8_quadratic_plain, attention::<Int8, Quadratic, false>);
+entry!(attention_mma_i8_exp2_smooth, attention::<Int8, Exp2, true>);
+entry!(attention_mma_i8_exp2_plain, attention::<Int8, Exp2, false>);

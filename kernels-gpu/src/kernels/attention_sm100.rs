@@ -37,31 +37,11 @@
 //! * A product waits for another unless the ISA orders them (same accumulators, shape and kind; 9.7.16.6.2): S(j+1)
 //!   overwrites P(j) and waits for O += P(j) R(j).
 //!
-//! # Parameters of every entry
-//! Device pointers, 16-byte aligned unless said otherwise; heads are numbered batch * heads + head.
-//!
-//! | name | what |
-//! |---|---|
-//! | `q`, `k`, `v`, `means` | tiles ([`tiles`]; INT8 lies like E4M3), heads in order; `means` is not read without smoothing |
-//! | `q_factor` | f32 `[batch, q_heads, 128 ceil(q_tokens / 128)]`: multiplies the scores of a row; INT8 only, else not read |
-//! | `k_scale` | f32 `[batch, kv_heads, ceil(kv_tokens / 128), 4]`: multiplies those of keys k with this (k mod 8) / 2; INT8 only, else not read |
-//! | `v_scale` | f32 `[batch, kv_heads, 128]`: multiplies channel c of the output |
-//! | `kv_lens` | u32 `[batch]`, or null: keys that count, at most `kv_tokens` |
-//! | `poisoned` | u32 `[batch, kv_heads]`, or null: not 0 makes the head's output NaN |
-//! | `out` | element (b, h, t, c) at b * `out_batch` + h * `out_head` + t * `out_token` + c, in elements; 8-byte (f32) or 4-byte aligned pairs |
-//! | `lse` | f32 `[batch, q_heads, q_tokens]`, or null: receives the natural log of the sum of exponentials |
-//! | `lse_shift` | as `lse`, or null: added to it (what centring K took away) |
-//! | `row_max` | u32 `[batch, q_heads]`, or null, zeroed by the caller: the largest magnitude of a row max in code units, as f32 bits (which order as integers; NaN is on top) |
-//! | `q_tokens`, `kv_tokens`, `q_heads`, `kv_heads`, `group` | sizes; `group` = `q_heads` / `kv_heads` query heads share a kv head |
-//! | `head_dim` | channels of the output, a multiple of 8 up to 128: the rest of a tile is padding |
-//! | `out_type` | [`OUT_F32`], [`OUT_F16`] or [`OUT_BF16`] |
-//!
-//! The grid is ceil(`q_tokens` / 256) x `q_heads` x batch: query blocks of a head first, so that the blocks that
-//! run together share K and V in L2.
+//! Parameters and grid: [`call`](super::call).
 
 use core::marker::PhantomData;
-use core::num::NonZeroU32;
 
+use super::call::{Call, OUT_F16, OUT_F32, Work, entry};
 use super::tiles::{self, HEAD_DIM, KEYS, MEAN_BLOCKS, MEAN_BYTES, ROWS, V_BYTES};
 use super::{SM100_ONES_BYTES, SM100_STAGES_8_BIT, SM100_STAGES_F16};
 use crate::ptx::bulk_copy::global_to_shared;
@@ -71,19 +51,10 @@ use crate::ptx::mbarrier::{Barrier, fence_init, fence_proxy_async};
 use crate::ptx::memory::{max_global_u32, store_shared_v4};
 use crate::ptx::shared::{load_u32, store_u32};
 use crate::ptx::shuffle::{any, permute, warp_max_u32};
-use crate::ptx::special::{
-    block_idx_x, block_idx_y, block_idx_z, claim_registers, release_registers, thread_idx_x,
-};
+use crate::ptx::special::{claim_registers, release_registers, thread_idx_x};
 use crate::ptx::tcgen05::{self, Descriptor, Instruction, TensorAddr, fence_after_sync, fence_before_sync};
 use crate::ptx::wgmma::pinned;
 use crate::ptx::{SharedAddr, convert};
-
-/// `out_type`: f32.
-pub const OUT_F32: u32 = 0;
-/// `out_type`: f16.
-pub const OUT_F16: u32 = 1;
-/// `out_type`: bf16.
-pub const OUT_BF16: u32 = 2;
 
 crate::ptx::shared_symbol!(
     /// Start of the dynamic shared memory, a multiple of 1024.
@@ -632,67 +603,6 @@ fn ring(n: u32, stages: u32) -> (u32, u32) {
     (n % stages, n / stages % 2)
 }
 
-/// The parameters of an entry, and what a block makes of them.
-#[cfg_attr(
-    attention = "sm103",
-    expect(dead_code, reason = "the factors of INT8, which its matrix unit has not got")
-)]
-struct Call {
-    q: *const u8,
-    k: *const u8,
-    v: *const u8,
-    means: *const u8,
-    q_factor: *const f32,
-    k_scale: *const f32,
-    v_scale: *const f32,
-    kv_lens: *const u32,
-    poisoned: *const u32,
-    out: *mut u8,
-    lse: *mut f32,
-    lse_shift: *const f32,
-    row_max: *mut u32,
-    q_tokens: u32,
-    kv_tokens: u32,
-    q_heads: u32,
-    kv_heads: u32,
-    group: NonZeroU32,
-    head_dim: u32,
-    out_batch: i64,
-    out_head: i64,
-    out_token: i64,
-    out_type: u32,
-}
-
-/// What one block works on.
-struct Work {
-    batch: u32,
-    /// Query head in its batch.
-    h: u32,
-    /// batch * kv_heads + kv head.
-    kv_head: u32,
-    /// First query row.
-    row: u32,
-    /// Keys that count.
-    keys: u32,
-    /// Tiles that hold them.
-    blocks: u32,
-}
-
-impl Call {
-    #[inline(always)]
-    unsafe fn work(&self) -> Work {
-        let (h, batch) = (block_idx_y(), block_idx_z());
-        let kv_head = batch * self.kv_heads + h / self.group;
-        let mut keys = self.kv_tokens;
-        if !self.kv_lens.is_null() {
-            // SAFETY: one word a batch by contract.
-            keys = keys.min(unsafe { *self.kv_lens.add(batch as usize) });
-        }
-        let row = block_idx_x() * TILES * TILE;
-        Work { batch, h, kv_head, row, keys, blocks: keys.div_ceil(KEYS as u32) }
-    }
-}
-
 /// One thread streams the operands of a block: Q once, then K, V and every 16th tile the means.
 #[inline(always)]
 unsafe fn load<S: Scores, const SMOOTH: bool>(call: &Call, work: &Work, shared: &Shared<S>) {
@@ -719,7 +629,7 @@ unsafe fn load<S: Scores, const SMOOTH: bool>(call: &Call, work: &Work, shared: 
         let mut k = call.k.add(kv_head * tiles_a_head * S::K_BYTES);
         let mut v = call.v.add(kv_head * tiles_a_head * V_BYTES);
         let mut means = call.means.wrapping_add(kv_head * tiles_a_head.div_ceil(MEAN_BLOCKS) * MEAN_BYTES);
-        for block in 0..work.blocks {
+        for block in 0..work.tiles {
             let (stage, parity) = ring(block, S::STAGES);
             // The phase before the first counts as complete: fresh slots are free.
             shared.k_free(stage).wait(parity ^ 1);
@@ -768,11 +678,11 @@ unsafe fn issue<S: Scores, W: Weights, const SMOOTH: bool>(work: &Work, shared: 
             tcgen05::commit(shared.s_full(tile));
         }
         tcgen05::commit(shared.k_free(0));
-        for block in 0..work.blocks {
+        for block in 0..work.tiles {
             let (shared, tensor) = (&shared.anew(), tensor.anew());
             let (stage, parity) = ring(block, S::STAGES);
             let (next, next_parity) = ring(block + 1, S::STAGES);
-            let more = block + 1 < work.blocks;
+            let more = block + 1 < work.tiles;
             for tile in 0..TILES {
                 shared.p_full(tile).wait(block % 2);
                 fence_after_sync();
@@ -822,9 +732,9 @@ unsafe fn issue<S: Scores, W: Weights, const SMOOTH: bool>(work: &Work, shared: 
         if SMOOTH {
             // The means since then.
             for tile in 0..TILES {
-                shared.o_ready(tile).wait(work.blocks % 2);
+                shared.o_ready(tile).wait(work.tiles % 2);
                 fence_after_sync();
-                restore_means(shared, tensor, tile, (work.blocks - 1) / MEAN_BLOCKS as u32);
+                restore_means(shared, tensor, tile, (work.tiles - 1) / MEAN_BLOCKS as u32);
                 tcgen05::commit(shared.o_full(tile));
             }
         }
@@ -852,7 +762,7 @@ impl<S: Scores> Softmax<'_, S> {
         // SAFETY: the warpgroup runs this together; S is read after its commit, written over by P after it was read,
         // and P lies there until the products with it are complete.
         unsafe {
-            for block in 0..work.blocks {
+            for block in 0..work.tiles {
                 let (shared, tensor) = (&shared.anew(), tensor.anew());
                 let factors = S::Row::factors(call, work, token, block);
                 shared.s_full(tile).wait(block % 2);
@@ -938,7 +848,7 @@ impl<S: Scores> Correction<'_, S> {
         // SAFETY: the warpgroup runs this together; O is touched between the commit of a product and the arrival that
         // lets the next one start, row sums between theirs.
         unsafe {
-            for block in 0..work.blocks {
+            for block in 0..work.tiles {
                 let (shared, tensor) = (&shared.anew(), tensor.anew());
                 for tile in 0..TILES {
                     let state = &mut states[tile as usize];
@@ -983,16 +893,16 @@ impl<S: Scores> Correction<'_, S> {
                     }
                 }
             }
-            if work.blocks > 0 {
+            if work.tiles > 0 {
                 for tile in 0..TILES {
-                    shared.o_full(tile).wait((work.blocks - 1) % 2);
+                    shared.o_full(tile).wait((work.tiles - 1) % 2);
                     fence_after_sync();
                     if SMOOTH {
                         tcgen05::store_x8(tensor.pending(tile).down(lanes), &states[tile as usize].pending);
                         tcgen05::wait_store();
                         fence_before_sync();
                         shared.o_ready(tile).arrive();
-                        shared.o_full(tile).wait(work.blocks % 2);
+                        shared.o_full(tile).wait(work.tiles % 2);
                         fence_after_sync();
                     }
                 }
@@ -1115,24 +1025,24 @@ unsafe fn attention<S: Scores, W: Weights, const SMOOTH: bool>(call: Call) {
         match thread / TILE {
             tile if tile < TILES => {
                 claim_registers::<168>();
-                let work = call.work();
-                if work.blocks > 0 {
+                let work = call.work(TILES * TILE);
+                if work.tiles > 0 {
                     Softmax { call: &call, work: &work, shared: &shared, tensor, tile }.run::<W>();
                 }
             }
             TILES => {
                 release_registers::<104>();
-                let work = call.work();
+                let work = call.work(TILES * TILE);
                 let row = thread % TILE;
                 Correction { call: &call, work: &work, shared: &shared, tensor, row }.run::<W, SMOOTH>();
             }
             _ => {
                 release_registers::<72>();
-                let work = call.work();
-                if work.blocks > 0 && thread == ISSUE_WARP * 32 {
+                let work = call.work(TILES * TILE);
+                if work.tiles > 0 && thread == ISSUE_WARP * 32 {
                     issue::<S, W, SMOOTH>(&work, &shared, tensor);
                 }
-                if work.blocks > 0 && thread == LOAD_WARP * 32 {
+                if work.tiles > 0 && thread == LOAD_WARP * 32 {
                     load::<S, SMOOTH>(&call, &work, &shared);
                 }
             }
@@ -1145,65 +1055,24 @@ unsafe fn attention<S: Scores, W: Weights, const SMOOTH: bool>(call: Call) {
     }
 }
 
-macro_rules! entry {
-    ($name:ident, $scores:ty, $weights:ty, $smooth:literal) => { kernel! {
-        #[doc = concat!("[`attention`] with [`", stringify!($scores), "`] scores and [`", stringify!($weights), "`] probabilities.")]
-        ///
-        /// # Safety
-        /// Parameters as the module says, launched with the bounds of its [`Entry`](crate::kernels::Entry).
-        pub unsafe fn $name(
-            q: *const u8,
-            k: *const u8,
-            v: *const u8,
-            means: *const u8,
-            q_factor: *const f32,
-            k_scale: *const f32,
-            v_scale: *const f32,
-            kv_lens: *const u32,
-            poisoned: *const u32,
-            out: *mut u8,
-            lse: *mut f32,
-            lse_shift: *const f32,
-            row_max: *mut u32,
-            q_tokens: u32,
-            kv_tokens: u32,
-            q_heads: u32,
-            kv_heads: u32,
-            group: NonZeroU32,
-            head_dim: u32,
-            out_batch: i64,
-            out_head: i64,
-            out_token: i64,
-            out_type: u32,
-        ) {
-            let call = Call {
-                q, k, v, means, q_factor, k_scale, v_scale, kv_lens, poisoned, out, lse, lse_shift, row_max, q_tokens,
-                kv_tokens, q_heads, kv_heads, group, head_dim, out_batch, out_head, out_token, out_type,
-            };
-            // SAFETY: the entry's contract.
-            unsafe { attention::<$scores, $weights, $smooth>(call) }
-        }
-    }};
-}
-
-entry!(attention_sm100_f16_expcast_smooth, F16, ExpCast, true);
-entry!(attention_sm100_f16_expcast_plain, F16, ExpCast, false);
-entry!(attention_sm100_f16_exp2_smooth, F16, Exp2, true);
-entry!(attention_sm100_f16_exp2_plain, F16, Exp2, false);
-entry!(attention_sm100_e4m3_expcast_smooth, E4m3, ExpCast, true);
-entry!(attention_sm100_e4m3_expcast_plain, E4m3, ExpCast, false);
-entry!(attention_sm100_e4m3_exp2_smooth, E4m3, Exp2, true);
-entry!(attention_sm100_e4m3_exp2_plain, E4m3, Exp2, false);
+entry!(attention_sm100_f16_expcast_smooth, attention::<F16, ExpCast, true>);
+entry!(attention_sm100_f16_expcast_plain, attention::<F16, ExpCast, false>);
+entry!(attention_sm100_f16_exp2_smooth, attention::<F16, Exp2, true>);
+entry!(attention_sm100_f16_exp2_plain, attention::<F16, Exp2, false>);
+entry!(attention_sm100_e4m3_expcast_smooth, attention::<E4m3, ExpCast, true>);
+entry!(attention_sm100_e4m3_expcast_plain, attention::<E4m3, ExpCast, false>);
+entry!(attention_sm100_e4m3_exp2_smooth, attention::<E4m3, Exp2, true>);
+entry!(attention_sm100_e4m3_exp2_plain, attention::<E4m3, Exp2, false>);
 
 // The matrix unit of sm_103a has no INT8.
 #[cfg(any(attention = "sm100", feature = "emulation"))]
 mod int8 {
     use super::*;
 
-    entry!(attention_sm100_i8_expcast_smooth, I8, ExpCast, true);
-    entry!(attention_sm100_i8_expcast_plain, I8, ExpCast, false);
-    entry!(attention_sm100_i8_exp2_smooth, I8, Exp2, true);
-    entry!(attention_sm100_i8_exp2_plain, I8, Exp2, false);
+    entry!(attention_sm100_i8_expcast_smooth, attention::<I8, ExpCast, true>);
+    entry!(attention_sm100_i8_expcast_plain, attention::<I8, ExpCast, false>);
+    entry!(attention_sm100_i8_exp2_smooth, attention::<I8, Exp2, true>);
+    entry!(attention_sm100_i8_exp2_plain, attention::<I8, Exp2, false>);
 }
 #[cfg(any(attention = "sm100", feature = "emulation"))]
 pub use int8::*;

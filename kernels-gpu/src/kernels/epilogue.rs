@@ -1,81 +1,15 @@
-//! What the attention kernels have in common around their loops: the parameters of a call, what a block works on, and how
-//! its rows end. A block serves 128 query rows, 16 a warp.
+//! How the rows of an attention kernel end whose warps have 16 of them each.
 
-use core::num::NonZeroU32;
-
+use super::call::{Call, OUT_F16, OUT_F32, Work};
 use super::softmax::Rows;
-use super::tiles::{HEAD_DIM, KEYS, ROWS};
+use super::tiles::HEAD_DIM;
 use crate::ptx::convert;
 use crate::ptx::memory::max_global_u32;
 use crate::ptx::shuffle::warp_max_u32;
-use crate::ptx::special::{block_idx_x, block_idx_y, block_idx_z, thread_idx_x};
-
-/// `out_type`: f32.
-pub const OUT_F32: u32 = 0;
-/// `out_type`: f16.
-pub const OUT_F16: u32 = 1;
-/// `out_type`: bf16.
-pub const OUT_BF16: u32 = 2;
-
-/// The parameters that the attention entries share, by the names of their tables.
-pub(super) struct Call {
-    pub(super) q: *const u8,
-    pub(super) k: *const u8,
-    pub(super) v: *const u8,
-    pub(super) means: *const u8,
-    pub(super) v_scale: *const f32,
-    pub(super) kv_lens: *const u32,
-    pub(super) poisoned: *const u32,
-    pub(super) out: *mut u8,
-    pub(super) lse: *mut f32,
-    pub(super) lse_shift: *const f32,
-    pub(super) row_max: *mut u32,
-    pub(super) q_tokens: u32,
-    pub(super) kv_tokens: u32,
-    pub(super) q_heads: u32,
-    pub(super) kv_heads: u32,
-    pub(super) group: NonZeroU32,
-    pub(super) head_dim: u32,
-    pub(super) out_batch: i64,
-    pub(super) out_head: i64,
-    pub(super) out_token: i64,
-    pub(super) out_type: u32,
-}
+use crate::ptx::special::thread_idx_x;
 
 /// `peak` of [`finish`] where probabilities are E4M3: the row max is 256.
 pub(super) const PEAK_E4M3: f32 = 8.0;
-
-/// What one block works on.
-pub(super) struct Work {
-    pub(super) batch: u32,
-    /// Query head in its batch.
-    pub(super) h: u32,
-    /// batch * kv_heads + kv head.
-    pub(super) kv_head: u32,
-    /// First query row.
-    pub(super) row: u32,
-    /// Keys that count.
-    pub(super) keys: u32,
-    /// Tiles that hold them.
-    pub(super) tiles: u32,
-}
-
-impl Call {
-    /// # Safety
-    /// The contract of the entry.
-    #[inline(always)]
-    pub(super) unsafe fn work(&self) -> Work {
-        let (h, batch) = (block_idx_y(), block_idx_z());
-        let kv_head = batch * self.kv_heads + h / self.group;
-        let mut keys = self.kv_tokens;
-        if !self.kv_lens.is_null() {
-            // SAFETY: one word a batch by contract.
-            keys = keys.min(unsafe { *self.kv_lens.add(batch as usize) });
-        }
-        let row = block_idx_x() * 2 * ROWS as u32;
-        Work { batch, h, kv_head, row, keys, tiles: keys.div_ceil(KEYS as u32) }
-    }
-}
 
 /// O = A / l times the channel scales, LSE, and the observed row max.
 ///

@@ -47,6 +47,8 @@ pub mod attention_sm100;
 #[cfg(any(all(target_arch = "nvptx64", attention = "sm90"), feature = "emulation"))]
 pub mod attention_sm90;
 #[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
+pub mod call;
+#[cfg(any(target_arch = "nvptx64", feature = "emulation"))]
 mod epilogue;
 #[cfg(any(
     all(target_arch = "nvptx64", any(attention = "sm90", attention = "mma", attention = "sm120")),
@@ -110,6 +112,12 @@ pub const SM90: &[Entry] = &[
     attention("attention_sm90_e4m3_quadratic_plain", SHARED_E4M3),
     attention("attention_sm90_e4m3_exp2_smooth", SHARED_E4M3),
     attention("attention_sm90_e4m3_exp2_plain", SHARED_E4M3),
+    attention("attention_sm90_i8_expcast_smooth", SHARED_E4M3),
+    attention("attention_sm90_i8_expcast_plain", SHARED_E4M3),
+    attention("attention_sm90_i8_quadratic_smooth", SHARED_E4M3),
+    attention("attention_sm90_i8_quadratic_plain", SHARED_E4M3),
+    attention("attention_sm90_i8_exp2_smooth", SHARED_E4M3),
+    attention("attention_sm90_i8_exp2_plain", SHARED_E4M3),
 ];
 
 /// A producer warpgroup and two of 64 query rows each, one block a multiprocessor.

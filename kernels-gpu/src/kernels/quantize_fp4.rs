@@ -73,11 +73,10 @@
 //! What keys and values that are not finite become is not specified: `k_stats` and `v_stats_fp4` report them, and the head's
 //! output is NaN.
 
-use super::input::{
-    Bf16, CHANNELS, CHUNK, Element, F16, Head, has_nonfinite, largest, token_at, valid_tokens,
-};
+use super::input::{Bf16, CHANNELS, CHUNK, Element, F16, Head, has_nonfinite, largest};
+use super::quantize_k::Keys;
 use super::rows::{Divisor, LANES, Part};
-use super::smooth_v::{Values, stored_mean};
+use super::smooth_v::{Gathered, Values, stored_mean};
 use super::tiles::{
     self, FP4_ROW, FP4_SCALES, HEAD_DIM, K_FP4_BYTES, KEYS, Q_FP4_BYTES, ROWS, V_FP4_BYTES, V_FP4_MEANS,
 };
@@ -257,21 +256,6 @@ struct QueryOut {
     lse_shift: *mut f32,
 }
 
-/// Keys, and what becomes of them before they are quantized.
-struct Keys {
-    k: *const u8,
-    order: *const u32,
-    cos: *const f32,
-    sin: *const f32,
-    mean: *const f32,
-    kv_lens: *const u32,
-    strides: [i64; 3],
-    kv_tokens: u32,
-    kv_heads: u32,
-    head_dim: u32,
-    rotation: u32,
-}
-
 impl Keys {
     /// The head of the block, and the position of the thread's key.
     #[inline(always)]
@@ -279,31 +263,6 @@ impl Keys {
         let halves = 2 * self.kv_tokens.div_ceil(KEYS as u32);
         let (index, half) = (block_idx_x() / halves, block_idx_x() % halves);
         (index, half * (KEYS as u32 / 2) + thread_idx_x() / LANES)
-    }
-
-    #[inline(always)]
-    unsafe fn row<E: Element>(&self, index: u32, position: u32) -> Part {
-        let (batch, kv_head) = (index / self.kv_heads, index % self.kv_heads);
-        let head = Head::new(self.k, self.strides, batch, kv_head, self.head_dim);
-        let lane = thread_idx_x() % LANES;
-        // SAFETY: keys that count are read; warps stay together.
-        unsafe {
-            let live = position < valid_tokens(self.kv_lens, batch, self.kv_tokens);
-            let order = match self.order.is_null() {
-                true => self.order,
-                false => self.order.add(index as usize * self.kv_tokens as usize),
-            };
-            let token = token_at(order, position, live);
-            let mut part = Part::unpack::<E>(&Part::load(&head, token, lane, live), lane);
-            if live {
-                part.turn(self.cos, self.sin, token, &head);
-                if !self.mean.is_null() {
-                    part.subtract(self.mean.add(index as usize * 128));
-                }
-            }
-            part.rotate(self.rotation);
-            part
-        }
     }
 
     #[inline(always)]
@@ -338,19 +297,8 @@ unsafe fn smooth<E: Element>(values: &Values, means: *const f32, tensor: *const 
     unsafe {
         let (head, order, valid) = values.head(index);
         let count = valid.saturating_sub(block * KEYS as u32).min(KEYS as u32);
-        // A warp takes 8 chunks of 4 groups of 16 tokens: loads of 128 bytes, stores of 32 in a row.
-        let (warp, lane) = (thread_idx_x() / 32, thread_idx_x() % 32);
-        let chunk = lane % 8 + warp % 2 * 8;
-        let group = lane / 8 + warp / 2 * 4;
-        let first = group * TOKEN_GROUP as u32;
-        let mut raw = [[0; 4]; TOKEN_GROUP];
-        let mut tokens = [0; TOKEN_GROUP];
-        for (i, token) in tokens.iter_mut().enumerate() {
-            *token = token_at(order, block * KEYS as u32 + first + i as u32, first + (i as u32) < count);
-        }
-        for i in 0..TOKEN_GROUP {
-            raw[i] = head.load(tokens[i], chunk, first + (i as u32) < count);
-        }
+        let Gathered { chunk, first, raw } = Gathered::load(&head, order, block, count);
+        let group = first / TOKEN_GROUP as u32;
 
         let tile = to.add(block_idx_x() as usize * V_FP4_BYTES);
         let channel = thread_idx_x();

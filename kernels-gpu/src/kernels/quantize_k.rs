@@ -47,39 +47,33 @@ crate::ptx::shared_symbol!(
     fn group_amax, "vc_quantize_k_amax", 16, 16
 );
 
-/// The parameters of an entry.
-struct Call {
-    k: *const u8,
-    order: *const u32,
-    cos: *const f32,
-    sin: *const f32,
-    mean: *const f32,
-    balance: *const f32,
-    kv_lens: *const u32,
-    tiles: *mut u8,
-    scales: *mut f32,
-    saturated: *mut u32,
-    strides: [i64; 3],
-    kv_tokens: u32,
-    kv_heads: u32,
-    head_dim: u32,
-    rotation: u32,
-    side: f32,
+/// Keys, and what becomes of them before they are quantized.
+pub(super) struct Keys {
+    pub(super) k: *const u8,
+    pub(super) order: *const u32,
+    pub(super) cos: *const f32,
+    pub(super) sin: *const f32,
+    pub(super) mean: *const f32,
+    pub(super) kv_lens: *const u32,
+    pub(super) strides: [i64; 3],
+    pub(super) kv_tokens: u32,
+    pub(super) kv_heads: u32,
+    pub(super) head_dim: u32,
+    pub(super) rotation: u32,
 }
 
-impl Call {
+impl Keys {
+    /// The thread's part of the key at `position` of a head (batch * kv_heads + head): turned, centred and rotated; zeros
+    /// for a key that does not count.
+    ///
+    /// # Safety
+    /// The contract of the entry; the whole warp executes it together.
     #[inline(always)]
-    unsafe fn run<E: Element, C: Code>(&self) {
-        let keys = if C::INT8 { KEYS as u32 } else { KEYS as u32 / 2 };
-        let tiles_per_head = self.kv_tokens.div_ceil(KEYS as u32);
-        let blocks = tiles_per_head * (KEYS as u32 / keys);
-        let (index, block) = (block_idx_x() / blocks, block_idx_x() % blocks);
+    pub(super) unsafe fn row<E: Element>(&self, index: u32, position: u32) -> Part {
         let (batch, kv_head) = (index / self.kv_heads, index % self.kv_heads);
         let lane = thread_idx_x() % LANES;
-        let position = block * keys + thread_idx_x() / LANES;
-        let (tile, key) = (position / KEYS as u32, position as usize % KEYS);
         let head = Head::new(self.k, self.strides, batch, kv_head, self.head_dim);
-        // SAFETY: keys that count are read; warps and the block stay together.
+        // SAFETY: keys that count are read; warps stay together.
         unsafe {
             let live = position < valid_tokens(self.kv_lens, batch, self.kv_tokens);
             let order = match self.order.is_null() {
@@ -87,8 +81,7 @@ impl Call {
                 false => self.order.add(index as usize * self.kv_tokens as usize),
             };
             let token = token_at(order, position, live);
-            let raw = Part::load(&head, token, lane, live);
-            let mut part = Part::unpack::<E>(&raw, lane);
+            let mut part = Part::unpack::<E>(&Part::load(&head, token, lane, live), lane);
             if live {
                 part.turn(self.cos, self.sin, token, &head);
                 if !self.mean.is_null() {
@@ -96,6 +89,33 @@ impl Call {
                 }
             }
             part.rotate(self.rotation);
+            part
+        }
+    }
+}
+
+/// The parameters of an entry.
+struct Call {
+    keys: Keys,
+    balance: *const f32,
+    tiles: *mut u8,
+    scales: *mut f32,
+    saturated: *mut u32,
+    side: f32,
+}
+
+impl Call {
+    #[inline(always)]
+    unsafe fn run<E: Element, C: Code>(&self) {
+        let keys = if C::INT8 { KEYS as u32 } else { KEYS as u32 / 2 };
+        let tiles_per_head = self.keys.kv_tokens.div_ceil(KEYS as u32);
+        let blocks = tiles_per_head * (KEYS as u32 / keys);
+        let (index, block) = (block_idx_x() / blocks, block_idx_x() % blocks);
+        let position = block * keys + thread_idx_x() / LANES;
+        let (tile, key) = (position / KEYS as u32, position as usize % KEYS);
+        // SAFETY: the entry's contract; warps and the block stay together.
+        unsafe {
+            let mut part = self.keys.row::<E>(index, position);
             if C::INT8 {
                 self.codes(&mut part, key, index as usize * tiles_per_head as usize + tile as usize);
             } else {
@@ -188,24 +208,8 @@ macro_rules! entry {
             side: f32,
         ) {
             let strides = [k_batch, k_head, k_token];
-            let call = Call {
-                k,
-                order,
-                cos,
-                sin,
-                mean,
-                balance,
-                kv_lens,
-                tiles,
-                scales,
-                saturated,
-                strides,
-                kv_tokens,
-                kv_heads,
-                head_dim,
-                rotation,
-                side,
-            };
+            let keys = Keys { k, order, cos, sin, mean, kv_lens, strides, kv_tokens, kv_heads, head_dim, rotation };
+            let call = Call { keys, balance, tiles, scales, saturated, side };
             // SAFETY: the entry's contract.
             unsafe { call.run::<$element, $code>() }
         }

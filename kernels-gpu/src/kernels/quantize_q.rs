@@ -10,7 +10,7 @@
 //! | `balance` | f32 `[batch, kv_heads]`, or null | factor on `side`, from [`stats`](super::stats) |
 //! | `k_mean` | f32 `[batch, kv_heads, 128]`, or null | the token mean of K |
 //! | `tiles` | pointer, 16-byte aligned | receives the Q tiles of [`tiles`] (INT8 lies like E4M3); rows from `q_tokens` and channels from `head_dim` on become zeros (of the sign of `side`) |
-//! | `factor` | f32 `[batch, q_heads, 128 ceil(q_tokens / 128)]`; INT8 only, else not touched | receives the factor of every row: the scale of its group (rows r and r + 8 of 16) times `scale` 8 log2 e, NaN for a row that is not finite, 0 from `q_tokens` on |
+//! | `factor` | f32 `[batch, q_heads, 128 ceil(q_tokens / 128)]`; INT8 only, else not touched | receives the factor of every row: the scale of its group (rows r and r + 8 of 16) times the magnitude of `scale` 8 log2 e, whose sign the codes carry; NaN for a row that is not finite, 0 from `q_tokens` on |
 //! | `lse_shift` | f32 `[batch, q_heads, q_tokens]`, or null | receives `scale` q . k_mean, q after RoPE, summed as [`Part::dot`]; needs `k_mean` |
 //! | `saturated` | u32 `[batch, kv_heads]`, or null, zeroed by the caller | set to 1 where a value is outside the format |
 //! | `q_batch`, `q_head`, `q_token` | i64 | strides of `q` |
@@ -157,10 +157,11 @@ impl Call {
             sync_threads();
             let s = int8::scale(f32::from_bits(shared::load_u32(group_amax().add(group * 4))));
             let divisor = Divisor::new(s);
-            part.x.iter_mut().for_each(|x| *x = if s > 0.0 { divisor.int8_code(*x) } else { 0.0 });
+            let sign = 1f32.copysign(self.scale);
+            part.x.iter_mut().for_each(|x| *x = if s > 0.0 { divisor.int8_code(*x * sign) } else { 0.0 });
             if part.lane == 0 {
                 let rows = self.q_tokens.next_multiple_of(2 * ROWS as u32) as usize;
-                let factor = if broken { f32::NAN } else { s * (self.scale * units::PER_NAT) };
+                let factor = if broken { f32::NAN } else { s * (self.scale.abs() * units::PER_NAT) };
                 let factor = if token < self.q_tokens { factor } else { 0.0 };
                 *self.factor.add(index as usize * rows + token as usize) = factor;
             }

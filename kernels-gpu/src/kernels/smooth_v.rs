@@ -101,6 +101,42 @@ impl Values {
     }
 }
 
+/// What a thread holds of a block of 128 tokens: 8 channels of 16 tokens.
+pub(super) struct Gathered {
+    /// The channels: those of this chunk.
+    pub(super) chunk: u32,
+    /// The tokens: those of the block from this one on, in their order.
+    pub(super) first: u32,
+    pub(super) raw: [[u32; 4]; TOKEN_GROUP],
+}
+
+impl Gathered {
+    /// Of the first `count` tokens of a block; those behind read as zeros. A warp takes 8 chunks of 4 groups of 16 tokens:
+    /// loads of 128 bytes, and of the tiles stores of several groups in a row.
+    ///
+    /// # Safety
+    /// The rows of `head` and the entries of `order` for tokens that count can be read.
+    #[inline(always)]
+    pub(super) unsafe fn load(head: &Head, order: *const u32, block: u32, count: u32) -> Self {
+        let (warp, lane) = (thread_idx_x() / 32, thread_idx_x() % 32);
+        let chunk = lane % 8 + warp % 2 * 8;
+        let group = lane / 8 + warp / 2 * 4;
+        let first = group * TOKEN_GROUP as u32;
+        let mut raw = [[0; 4]; TOKEN_GROUP];
+        let mut tokens = [0; TOKEN_GROUP];
+        // SAFETY: tokens that count are read.
+        unsafe {
+            for (i, token) in tokens.iter_mut().enumerate() {
+                *token = token_at(order, block * KEYS as u32 + first + i as u32, first + (i as u32) < count);
+            }
+            for i in 0..TOKEN_GROUP {
+                raw[i] = head.load(tokens[i], chunk, first + (i as u32) < count);
+            }
+        }
+        Self { chunk, first, raw }
+    }
+}
+
 /// A block mean that is not scaled, as it is stored: f16 bits, and what they stand for.
 #[inline(always)]
 pub(super) fn stored_mean(mean: f32) -> (u16, f32) {
@@ -285,19 +321,7 @@ impl Smooth {
         unsafe {
             let (head, order, valid) = values.head(index);
             let count = valid.saturating_sub(block * KEYS as u32).min(KEYS as u32);
-            // A warp takes 8 chunks of 4 groups of 16 tokens: loads of 128 bytes, stores of 64 in a row.
-            let (warp, lane) = (thread_idx_x() / 32, thread_idx_x() % 32);
-            let chunk = lane % 8 + warp % 2 * 8;
-            let group = lane / 8 + warp / 2 * 4;
-            let first = group * TOKEN_GROUP as u32;
-            let mut raw = [[0; 4]; TOKEN_GROUP];
-            let mut tokens = [0; TOKEN_GROUP];
-            for (i, token) in tokens.iter_mut().enumerate() {
-                *token = token_at(order, block * KEYS as u32 + first + i as u32, first + (i as u32) < count);
-            }
-            for i in 0..TOKEN_GROUP {
-                raw[i] = head.load(tokens[i], chunk, first + (i as u32) < count);
-            }
+            let Gathered { chunk, first, raw } = Gathered::load(&head, order, block, count);
 
             self.channel(index, block, blocks, count > 0);
             if block >= blocks {
@@ -336,15 +360,14 @@ impl Smooth {
                 let mut half = 0;
                 if used {
                     let at = (index as usize * blocks as usize + block as usize) * CHANNELS as usize;
-                    let mean = *self.means.add(at + channel as usize) / s;
-                    half = convert::f16x2(mean.min(f16::MAX).max(-f16::MAX), 0.0) & 0xffff;
-                    stored = convert::f32_of_f16x2(half).0 * s;
+                    let (bits, value) = stored_mean(*self.means.add(at + channel as usize) / s);
+                    (half, stored) = (bits, value * s);
                 }
                 let tiles_per_head = blocks as usize / MEAN_BLOCKS + (blocks as usize % MEAN_BLOCKS).min(1);
                 let tile = index as usize * tiles_per_head + block as usize / MEAN_BLOCKS;
                 let at =
                     tile * MEAN_BYTES + tiles::mean_offset(block as usize % MEAN_BLOCKS, channel as usize);
-                *self.mean_tiles.add(at).cast::<u16>() = half as u16;
+                *self.mean_tiles.add(at).cast::<u16>() = half;
             }
             let Divisor { scaled, reciprocal, up } = Divisor::new(s);
             let word = channel % CHUNK * CHUNKS + channel / CHUNK;
