@@ -7,7 +7,7 @@ use kernels_gpu::formats::e4m3;
 use kernels_gpu::kernels::tiles::{self, KEYS, MEAN_BLOCKS, MEAN_BYTES, ROWS, V_BYTES};
 use kernels_gpu::kernels::{Entry, PREPARE, kmeans, order, quantize_k, quantize_q, smooth_v, stats, tour};
 use kernels_gpu::layout::scale_groups;
-use kernels_gpu::numerics::{mean, units};
+use kernels_gpu::numerics::{mean, rope, units};
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
@@ -15,7 +15,7 @@ use vc_attention::backend::Backend;
 use vc_attention::backend::cpu::{Cpu, Dequantized};
 use vc_attention::grouping::stable_argsort;
 use vc_attention::recipe::{QkFormat, Recipe, vc};
-use vc_attention::{Elements, Options, Plan, Problem, TensorView};
+use vc_attention::{Elements, Layout, Options, Plan, Problem, TensorView};
 
 /// Channels of every row in the tiles.
 const CHANNELS: usize = 128;
@@ -128,9 +128,23 @@ fn value(format: QkFormat, tile: &[u8], at: usize) -> f64 {
     }
 }
 
-/// Prepares Q, K and V on an order from k-means and compares every value of every tile.
-fn check(recipe: &Recipe, bf16_bits: bool, sizes: Sizes, kv_lens: Option<&[usize]>, schedule: Schedule) {
-    let context = format!("{} {bf16_bits} {kv_lens:?} {sizes:?}", recipe.name);
+/// Cosines and sines of a token's angles, one a pair of channels: `[tokens, dim / 2]` each.
+fn rope_tables(tokens: usize, dim: usize) -> [Vec<f32>; 2] {
+    let angle = |i: usize| (i / (dim / 2)) as f32 * 100f32.powf(-2.0 * (i % (dim / 2)) as f32 / dim as f32);
+    [f32::cos, f32::sin].map(|f| (0..tokens * dim / 2).map(|i| f(angle(i))).collect())
+}
+
+/// Prepares Q, K and V on an order from k-means and compares every value of every tile. With `turn`, the kernels turn Q and K by
+/// tables, and the CPU backend takes them turned, in f32.
+fn check(
+    recipe: &Recipe,
+    bf16_bits: bool,
+    sizes: Sizes,
+    kv_lens: Option<&[usize]>,
+    schedule: Schedule,
+    turn: bool,
+) {
+    let context = format!("{} {bf16_bits} {kv_lens:?} {sizes:?} {turn}", recipe.name);
     let Sizes { batch, q_heads, kv_heads, q_tokens, kv_tokens, head_dim } = sizes;
     let mut rng = ChaCha8Rng::seed_from_u64(1 + kv_tokens as u64);
     let q = Input::random(&mut rng, bf16_bits, batch, q_heads, q_tokens, head_dim);
@@ -142,6 +156,34 @@ fn check(recipe: &Recipe, bf16_bits: bool, sizes: Sizes, kv_lens: Option<&[usize
         k.view("k", &typed[1], batch),
         v.view("v", &typed[2], batch),
     );
+    let [q_rope, k_rope] = [q_tokens, kv_tokens].map(|tokens| rope_tables(tokens, head_dim));
+    let turned = |view: &TensorView, tables: Option<&[Vec<f32>; 2]>| {
+        let [batch, heads, tokens, dim] = view.shape();
+        let mut all = Vec::new();
+        for index in 0..batch * heads {
+            let mut head = view.read_head(index / heads, index % heads, tokens);
+            for (token, row) in head.chunks_exact_mut(dim).enumerate() {
+                if let Some([cos, sin]) = tables {
+                    let at = token * dim / 2..(token + 1) * dim / 2;
+                    rope::apply(row, &cos[at.clone()], &sin[at]);
+                }
+            }
+            all.extend(head);
+        }
+        all
+    };
+    let f32s =
+        [turned(&problem.q, Some(&q_rope)), turned(&problem.k, Some(&k_rope)), turned(&problem.v, None)];
+    if turn {
+        let view = |name, x: usize, heads, tokens| {
+            TensorView::new(name, f32s[x].as_slice(), [batch, heads, tokens, head_dim], Layout::Bhsd)
+        };
+        problem = Problem::new(
+            view("q", 0, q_heads, q_tokens).expect("a whole tensor"),
+            view("k", 1, kv_heads, kv_tokens).expect("a whole tensor"),
+            view("v", 2, kv_heads, kv_tokens).expect("a whole tensor"),
+        );
+    }
     problem.kv_lens = kv_lens;
     let plan =
         Plan::new(&problem, recipe, Options { lse: true, ..Options::default() }).expect("a valid call");
@@ -186,6 +228,9 @@ fn check(recipe: &Recipe, bf16_bits: bool, sizes: Sizes, kv_lens: Option<&[usize
     let [kb, kh, kt] = k.strides().map(|s| s as i64);
     let [nq, nk, hq, hk, d] = [q_tokens, kv_tokens, q_heads, kv_heads, head_dim].map(|n| n as u32);
     let none = std::ptr::null();
+    let table = |gpu: &mut Memory, name, x: &Vec<f32>| if turn { gpu.input(name, x) } else { none };
+    let [q_cos, q_sin] = [("q_cos", &q_rope[0]), ("q_sin", &q_rope[1])].map(|(n, x)| table(&mut gpu, n, x));
+    let [k_cos, k_sin] = [("k_cos", &k_rope[0]), ("k_sin", &k_rope[1])].map(|(n, x)| table(&mut gpu, n, x));
     let side = units::code_unit_factor(plan.scale);
     let rotation = if recipe.rotate_qk { d.next_power_of_two() } else { 0 };
     let balance = if recipe.qk == QkFormat::E4m3PerHead {
@@ -209,7 +254,7 @@ fn check(recipe: &Recipe, bf16_bits: bool, sizes: Sizes, kv_lens: Option<&[usize
         kv_blocks.div_ceil(8) * kv_total,
         stats,
         [k_stats_bf16, k_stats_f16],
-        (k_in, none, none, lens, sums, poisoned, kb, kh, kt, nk, hk, d)
+        (k_in, k_cos, k_sin, lens, sums, poisoned, kb, kh, kt, nk, hk, d)
     );
     run!(&gpu, schedule, kv_total, stats::k_mean(sums, lens, k_mean, nk, hk));
     macro_rules! quantize_q {
@@ -223,8 +268,8 @@ fn check(recipe: &Recipe, bf16_bits: bool, sizes: Sizes, kv_lens: Option<&[usize
                 [$for_bf16, $for_f16],
                 (
                     q_in,
-                    none,
-                    none,
+                    q_cos,
+                    q_sin,
                     balance,
                     k_mean,
                     q_tiles,
@@ -255,7 +300,7 @@ fn check(recipe: &Recipe, bf16_bits: bool, sizes: Sizes, kv_lens: Option<&[usize
                 quantize_k,
                 [$for_bf16, $for_f16],
                 (
-                    k_in, order, none, none, k_mean, balance, lens, k_tiles, scales, saturated, kb, kh, kt,
+                    k_in, order, k_cos, k_sin, k_mean, balance, lens, k_tiles, scales, saturated, kb, kh, kt,
                     nk, hk, d, rotation, side
                 )
             )
@@ -379,11 +424,23 @@ fn operands_are_those_of_the_cpu() {
     for (i, recipe) in recipes.iter().enumerate() {
         let grouped =
             Sizes { batch: 2, q_heads: 4, kv_heads: 2, q_tokens: 75, kv_tokens: 300, head_dim: 128 };
-        check(recipe, i % 2 == 0, grouped, Some(&[300, 129]), schedules[i % 3]);
+        check(recipe, i % 2 == 0, grouped, Some(&[300, 129]), schedules[i % 3], false);
         let odd = Sizes { batch: 1, q_heads: 1, kv_heads: 1, q_tokens: 1, kv_tokens: 1, head_dim: 72 };
-        check(recipe, i % 2 == 1, odd, None, schedules[(i + 1) % 3]);
+        check(recipe, i % 2 == 1, odd, None, schedules[(i + 1) % 3], false);
         let padded = Sizes { q_tokens: 129, kv_tokens: 191, ..odd };
-        check(recipe, i % 2 == 0, padded, None, schedules[(i + 2) % 3]);
+        check(recipe, i % 2 == 0, padded, None, schedules[(i + 2) % 3], false);
+    }
+}
+
+/// A token's angle goes with it to its place in the order, and the mean of K is that of turned keys.
+#[test]
+fn rope_is_applied_before_everything() {
+    for (i, recipe) in [vc::vc16_expcast(), vc::vc8_fp8qk(), vc::vc8()].iter().enumerate() {
+        let grouped =
+            Sizes { batch: 2, q_heads: 4, kv_heads: 2, q_tokens: 75, kv_tokens: 300, head_dim: 128 };
+        check(recipe, i % 2 == 0, grouped, Some(&[300, 129]), Schedule::Oldest, true);
+        let padded = Sizes { batch: 1, q_heads: 1, kv_heads: 1, q_tokens: 129, kv_tokens: 191, head_dim: 72 };
+        check(recipe, i % 2 == 1, padded, None, Schedule::Newest, true);
     }
 }
 

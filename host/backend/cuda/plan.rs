@@ -81,7 +81,7 @@ pub struct Spec {
     pub v: Strides,
     /// Strides of o.
     pub o: Strides,
-    /// Key blocks between promotions of the FP8 sums to f32, at most: the warp-level kernels and INT8 on Hopper promote every one.
+    /// Key blocks between promotions of the FP8 sums to f32, at most: the warp-level kernel promotes every one.
     pub promote: u32,
 }
 

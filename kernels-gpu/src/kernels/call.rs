@@ -19,7 +19,7 @@
 //! | `row_max` | u32 `[batch, q_heads]`, or null, zeroed by the caller: the largest magnitude of a row max in code units, as f32 bits (which order as integers; NaN is on top) |
 //! | `q_tokens`, `kv_tokens`, `q_heads`, `kv_heads`, `group` | sizes; `group` = `q_heads` / `kv_heads` query heads share a kv head |
 //! | `head_dim` | channels of the output, a multiple of 8 up to 128: the rest of a tile is padding |
-//! | `promote` | key blocks between promotions of the FP8 sums to f32, at least 1; read by [`attention_sm90`](super::attention_sm90), but for INT8: the others promote every one |
+//! | `promote` | key blocks between promotions of the FP8 sums to f32, at least 1; read by [`attention_sm90`](super::attention_sm90): the others promote every one |
 //! | `out_type` | [`OUT_F32`], [`OUT_F16`] or [`OUT_BF16`] |
 //!
 //! The grid is ceil(`q_tokens` / rows of a block) x `q_heads` x batch: query blocks of a head first, so that the blocks that run

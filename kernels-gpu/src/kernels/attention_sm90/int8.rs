@@ -7,8 +7,6 @@
 //! scalar units  |     (waits)     | max of S(j), rescale, codes of S(j) | row sums and promotion of j-1, pack P(j)
 //! ```
 //!
-//! Every key block is promoted: what a longer interval needs to know would not fit either.
-//!
 //! The Tensor Core is the other warpgroup's where this one waits or works alone. Scale groups are those of
 //! [`scale_groups`](crate::layout::scale_groups): all keys of a thread have one.
 
@@ -72,7 +70,7 @@ impl Units {
     const PLAIN: Self = Self { factor: [1.0; 2], zero: [0.0; 2] };
 }
 
-/// The largest scores of a thread's rows: the quantizers leave no factor below 0.
+/// The largest scores of a thread's rows. Sums are ordered as scores are: the quantizers leave no factor below 0.
 #[inline(always)]
 fn own_max(s: &Scores, units: Units) -> Rows {
     let mut m = [s[0], s[1], s[2], s[3]];
@@ -339,7 +337,7 @@ impl<const STAGES: u32> Consumer<'_, Int8, STAGES> {
             wgmma::commit();
             let means_read = SMOOTH && self.block % MEAN_BLOCKS as u32 == 0 && self.block > 0;
             if means_read {
-                // Last, in the full precision of a 16-bit product.
+                // Last, in the full precision of a 16-bit product, and promoted before the next FP8 product.
                 shared.means_full(self.means.stage()).wait(self.means.parity());
                 wgmma::fence();
                 state.issue_means(shared.means(self.means.stage()), true);
