@@ -139,7 +139,7 @@ impl Device {
     }
 
     /// Loads the warp-level kernels for sm_89 in place of the GPU's own, which any GPU from there on can run: to test and
-    /// compare them, and for INT8 queries and keys.
+    /// compare them.
     ///
     /// # Errors
     /// As [`Device::new`].
