@@ -88,8 +88,8 @@ unsafe fn launched(name: &CStr, parameters: *mut *mut c_void) {
         if name.starts_with(b"kmeans_assign") {
             (parameter(4) as *mut u16).write(1);
         } else if name.starts_with(b"attention_sm90") {
-            let (o, row_max) = (parameter(7), parameter(10));
-            match parameter(21) as u32 {
+            let (o, row_max) = (parameter(9), parameter(12));
+            match parameter(23) as u32 {
                 0 => (o as *mut f32).write(1.0),
                 1 => (o as *mut u16).write(0x3C00),
                 _ => (o as *mut u16).write(0x3F80),
