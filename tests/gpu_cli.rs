@@ -200,7 +200,7 @@ fn each_gpu_has_its_kernels() {
     let input = input(&folder, DType::Bf16);
     for (gpu, capability, arch, attention) in [
         ("", "9.0", "sm_90a", "attention_sm90_f16_expcast_smooth"),
-        ("", "9.0", "sm_90a", "attention_mma_i8_expcast_smooth"),
+        ("", "9.0", "sm_90a", "attention_sm90_i8_expcast_smooth"),
         ("ada", "8.9", "sm_89", "attention_mma_i8_expcast_smooth"),
         ("rtx-blackwell", "12.0", "sm_120a", "attention_mma_i8_expcast_smooth"),
         ("b200", "10.0", "sm_100a", "attention_sm100_i8_expcast_smooth"),
@@ -217,9 +217,9 @@ fn each_gpu_has_its_kernels() {
         assert!(names.iter().any(|name| **name == attention), "{gpu}: {names:?}");
         let rows = cuda["dispatch"].as_array().unwrap();
         let here: Vec<_> = rows.iter().filter(|row| row["runs_here"] == true).collect();
-        // Hopper takes INT8 and NVFP4 from elsewhere, the others NVFP4 unless they are datacenter Blackwell.
+        // All take NVFP4 from another family, unless they are datacenter Blackwell.
         let modules: &[&str] = match gpu {
-            "" => &["sm_90a", "sm_89", "sm_90a"],
+            "" => &["sm_90a", "sm_90a"],
             "ada" => &["sm_89", "sm_89"],
             "rtx-blackwell" => &["sm_120a", "sm_120a"],
             "later" => &[],
