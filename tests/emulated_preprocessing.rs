@@ -172,9 +172,10 @@ fn check(
         }
         all
     };
-    let f32s =
-        [turned(&problem.q, Some(&q_rope)), turned(&problem.k, Some(&k_rope)), turned(&problem.v, None)];
+    let f32s;
     if turn {
+        f32s =
+            [turned(&problem.q, Some(&q_rope)), turned(&problem.k, Some(&k_rope)), turned(&problem.v, None)];
         let view = |name, x: usize, heads, tokens| {
             TensorView::new(name, f32s[x].as_slice(), [batch, heads, tokens, head_dim], Layout::Bhsd)
         };

@@ -27,7 +27,7 @@
 use core::marker::PhantomData;
 
 use super::call::{Call, Work, entry};
-use super::epilogue::{RowEnd, finish};
+use super::epilogue::{BLOCK_ROWS, RowEnd, finish};
 use super::operand::Operand;
 use super::rows::Divisor;
 use super::softmax::{self, Rows};
@@ -48,8 +48,6 @@ use crate::ptx::{SharedAddr, convert, mma, shared};
 
 /// Threads of a block.
 const THREADS: usize = 256;
-/// Query rows of a block.
-const BLOCK_ROWS: u32 = 2 * ROWS as u32;
 /// K and V^T tile of a key block.
 const SLOT_BYTES: usize = K_FP4_BYTES + V_FP4_BYTES;
 /// What the row max is worth as a probability, and its binary logarithm.

@@ -24,9 +24,11 @@
 use core::marker::PhantomData;
 
 use super::call::{Call, Work, entry};
-use super::epilogue::{PEAK_E4M3, RowEnd, finish};
+use super::epilogue::{BLOCK_ROWS, PEAK_E4M3, RowEnd, finish};
 use super::operand::Operand;
-use super::softmax::{self, Codes, Encoder, Exp2, ExpCast, LOWEST, Pending, Quadratic, Rows, quad_sum};
+use super::softmax::{
+    self, Codes, Encoder, Exp2, ExpCast, LOWEST, Pending, Quadratic, Rows, SUM_ZERO, quad_sum,
+};
 use super::tiles::{self, KEYS, MEAN_BLOCKS, MEAN_BYTES, ROWS, V_BYTES, swizzle_128};
 use super::{MMA_STAGES_8_BIT, MMA_STAGES_F16};
 use crate::ptx::async_copy::{commit_group, copy_16, wait_group};
@@ -37,8 +39,6 @@ use crate::ptx::{convert, mma};
 
 /// Threads of a block.
 const THREADS: u32 = 256;
-/// Query rows of a block.
-const BLOCK_ROWS: u32 = 2 * ROWS as u32;
 
 crate::ptx::shared_symbol!(
     /// Start of the dynamic shared memory.
@@ -200,12 +200,6 @@ struct ScaledQueries {
     k_scale: *const f32,
 }
 
-impl Int8 {
-    /// 1.5 * 2^23 as bits. A sum of products, below 2^22 in magnitude, that is added to them leaves the bits of the f32 that
-    /// is larger by as much: no conversion.
-    const ZERO: u32 = 0x4b40_0000;
-}
-
 impl Scores for Int8 {
     const K_BYTES: usize = tiles::K_E4M3_BYTES;
     const STAGES: usize = MMA_STAGES_8_BIT;
@@ -240,14 +234,14 @@ impl Scores for Int8 {
             let k_scale = *q.k_scale.add(block as usize * 4);
             let factor = [q.factor[0] * k_scale, q.factor[1] * k_scale];
             for (j, s) in s.as_chunks_mut::<4>().0.iter_mut().enumerate() {
-                let mut d = [Self::ZERO; 4];
+                let mut d = [SUM_ZERO; 4];
                 for pair in 0..2 {
                     let [b, next] = k.fragments(j, pair);
                     mma::m16n8k32_s32_s8(&mut d, q.fragments[2 * pair], b);
                     mma::m16n8k32_s32_s8(&mut d, q.fragments[2 * pair + 1], next);
                 }
                 for (i, s) in s.iter_mut().enumerate() {
-                    *s = (f32::from_bits(d[i]) - f32::from_bits(Self::ZERO)) * factor[i / 2];
+                    *s = (f32::from_bits(d[i]) - f32::from_bits(SUM_ZERO)) * factor[i / 2];
                 }
             }
         }
@@ -292,10 +286,10 @@ trait Weights {
     fn shift(max: u32) -> Rows;
 }
 
-/// Positions in [`Int8::Tile`](Scores::Tile) of a row's four scores of 16 keys, which are four consecutive k of a fragment.
+/// The scores of [`softmax::four`].
 #[inline(always)]
 fn wide_four(s: &[f32; 64], pair: usize, row: usize) -> [f32; 4] {
-    let (first, second) = (8 * pair + 2 * row, 8 * pair + 4 + 2 * row);
+    let [first, second] = softmax::four(pair, row);
     [s[first], s[first + 1], s[second], s[second + 1]]
 }
 

@@ -42,6 +42,7 @@
 use core::marker::PhantomData;
 
 use super::call::{Call, OUT_F16, OUT_F32, Work, entry};
+use super::softmax::SUM_ZERO;
 use super::tiles::{self, HEAD_DIM, KEYS, MEAN_BLOCKS, MEAN_BYTES, ROWS, V_BYTES};
 use super::{SM100_ONES_BYTES, SM100_STAGES_8_BIT, SM100_STAGES_F16};
 use crate::ptx::bulk_copy::global_to_shared;
@@ -262,8 +263,6 @@ impl Row for Wide {
 
     #[inline(always)]
     unsafe fn load(s: TensorAddr, factors: &[f32; 4]) -> Self {
-        // 1.5 * 2^23: sums of 128 products of 127 * 127 are below 2^22, and added to its bits they are the f32's.
-        const SHIFT: u32 = 0x4b40_0000;
         let mut row = Self([[0.0; 32]; KEYS / 32]);
         for (c, part) in row.0.iter_mut().enumerate() {
             let mut bits = [0; 32];
@@ -273,7 +272,7 @@ impl Row for Wide {
                 tcgen05::wait_load(&mut bits);
             }
             for (i, x) in part.iter_mut().enumerate() {
-                let sum = f32::from_bits(bits[i].wrapping_add(SHIFT)) - f32::from_bits(SHIFT);
+                let sum = f32::from_bits(bits[i].wrapping_add(SUM_ZERO)) - f32::from_bits(SUM_ZERO);
                 *x = sum * factors[i % 8 / 2];
             }
         }

@@ -8,6 +8,8 @@ use crate::ptx::memory::max_global_u32;
 use crate::ptx::shuffle::warp_max_u32;
 use crate::ptx::special::thread_idx_x;
 
+/// Query rows of a block of such kernels: 16 for each of 8 warps.
+pub(super) const BLOCK_ROWS: u32 = 128;
 /// `peak` of [`finish`] where probabilities are E4M3: the row max is 256.
 pub(super) const PEAK_E4M3: f32 = 8.0;
 

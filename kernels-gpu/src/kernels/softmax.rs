@@ -34,6 +34,19 @@ pub(super) unsafe fn quad_sum(x: f32) -> f32 {
     }
 }
 
+/// The largest over the four threads that share a row. A NaN stays.
+///
+/// # Safety
+/// The whole warp executes it together.
+#[inline(always)]
+pub(super) unsafe fn quad_max(x: f32) -> f32 {
+    // SAFETY: the whole warp is here.
+    unsafe {
+        let x = max_nan_f32(x, f32::from_bits(shuffle_xor::<1>(x.to_bits())));
+        max_nan_f32(x, f32::from_bits(shuffle_xor::<2>(x.to_bits())))
+    }
+}
+
 /// Row maxima `max` (the upper row in the lower half) and the scores of a tile: the maxima of both. A NaN stays.
 ///
 /// # Safety
@@ -70,14 +83,20 @@ pub(super) unsafe fn raise_max_wide(max: Rows, s: &[f32; KEYS / 2]) -> Rows {
     for (i, s) in s.iter().enumerate().skip(4) {
         m[i % 4] = max_nan_f32(m[i % 4], *s);
     }
-    let quad_max = |x: f32| {
-        // SAFETY: the whole warp is here.
-        unsafe {
-            let x = max_nan_f32(x, f32::from_bits(shuffle_xor::<1>(x.to_bits())));
-            max_nan_f32(x, f32::from_bits(shuffle_xor::<2>(x.to_bits())))
-        }
-    };
+    // SAFETY: the whole warp is here.
+    let quad_max = |x| unsafe { quad_max(x) };
     [0, 1].map(|row| max_nan_f32(max[row], quad_max(max_nan_f32(m[2 * row], m[2 * row + 1]))))
+}
+
+/// Where the s32 sums of INT8 products start: 1.5 * 2^23 as bits. A sum below 2^22 in magnitude that is added to them leaves the
+/// bits of the f32 that is larger by as much: no conversion. All such bits order as integers.
+pub(super) const SUM_ZERO: u32 = 0x4b40_0000;
+
+/// Where a row's four scores of 16 keys lie in registers 4j + 2r + e, which are four consecutive k of a fragment: two and two
+/// behind one another.
+#[inline(always)]
+pub(super) fn four(pair: usize, row: usize) -> [usize; 2] {
+    [8 * pair + 2 * row, 8 * pair + 4 + 2 * row]
 }
 
 /// Scores of keys from `valid` on become minus infinity: outside the max, and byte 0.

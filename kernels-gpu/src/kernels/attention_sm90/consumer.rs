@@ -173,6 +173,14 @@ impl<'a, S: Format, const STAGES: u32> Consumer<'a, S, STAGES> {
         now
     }
 
+    /// Holds the registers of the product with the values in place: before a fence, and behind the wait.
+    #[inline(always)]
+    pub(super) fn pin_product<M>(&mut self, state: &mut State<M>) {
+        pin(&mut self.p);
+        pin(&mut state.partial.values);
+        pin(&mut state.partial.ones);
+    }
+
     /// The means of the key blocks since they were restored last; nothing is in flight.
     ///
     /// # Safety

@@ -13,12 +13,12 @@
 use super::super::STAGES_E4M3;
 use super::super::call::{Call, Work};
 use super::super::epilogue::RowEnd;
-use super::super::softmax::{Encoder, Exp2, Rows, stay};
+use super::super::softmax::{Encoder, Exp2, Rows, SUM_ZERO, four, quad_max, stay};
 use super::super::tiles::{self, KEYS, MEAN_BLOCKS, ROWS};
 use super::consumer::{Consumer, State};
 use super::{Attend, Format, Values};
 use crate::ptx::extrema::max_nan_f32;
-use crate::ptx::shuffle::{any, permute, shuffle_xor};
+use crate::ptx::shuffle::{any, permute};
 use crate::ptx::special::thread_idx_x;
 use crate::ptx::wgmma::{self, Descriptor, pin, pinned};
 use crate::ptx::{SharedAddr, convert};
@@ -35,10 +35,9 @@ impl Format for Int8 {
 /// Scores of a thread, register 4j + 2r + e: row r, key 8j + 2q + e of the block.
 type Scores = [i32; KEYS / 2];
 
-/// 1.5 * 2^23 as bits. A sum of products, below 2^22 in magnitude, that is added to them leaves the bits of the f32 that is
-/// larger by as much: no conversion. All such bits order as integers.
-const ZERO: i32 = 0x4b40_0000;
-const OFFSET: f32 = 12_582_912.0;
+/// [`SUM_ZERO`], and as f32.
+const ZERO: i32 = SUM_ZERO as i32;
+const OFFSET: f32 = f32::from_bits(SUM_ZERO);
 
 /// Issues S = [`ZERO`] + Q K^T for one key tile on scores that are [`ZERO`].
 #[inline(always)]
@@ -100,18 +99,6 @@ fn mask(s: &mut Scores, valid: u32, units: Units) -> Rows {
     m
 }
 
-/// max(m, rowmax S) from the largest scores of threads.
-#[inline(always)]
-unsafe fn raise_max(max: Rows, own: Rows) -> Rows {
-    [0, 1].map(|row| {
-        // SAFETY: the whole warp is here.
-        unsafe {
-            let m = max_nan_f32(own[row], f32::from_bits(shuffle_xor::<1>(own[row].to_bits())));
-            max_nan_f32(max[row], max_nan_f32(m, f32::from_bits(shuffle_xor::<2>(m.to_bits()))))
-        }
-    })
-}
-
 /// From f32 scores to E4M3 probabilities.
 pub(super) trait Weights: Values {
     /// Writes the codes of scores `s` under the row maxima `max` into some of their registers, for [`pack`](Self::pack).
@@ -119,12 +106,6 @@ pub(super) trait Weights: Values {
     fn encode(s: &mut Scores, units: Units, max: Rows, not_zero: u32) -> Option<Rows>;
     /// Gathers the codes.
     fn pack(s: &Scores, p: &mut [u32; 16]);
-}
-
-/// Where a row's four scores of 16 keys lie, which are four consecutive k of a fragment: two and two behind one another.
-#[inline(always)]
-fn four(pair: usize, row: usize) -> [usize; 2] {
-    [8 * pair + 2 * row, 8 * pair + 4 + 2 * row]
 }
 
 impl<E: Encoder> Weights for E {
@@ -299,7 +280,7 @@ impl<const STAGES: u32> Consumer<'_, Int8, STAGES> {
             } else {
                 own_max(s, units)
             };
-            state.max = raise_max(state.max, own);
+            state.max = [0, 1].map(|row| max_nan_f32(before[row], quad_max(own[row])));
             let moved = before.map(f32::to_bits) != state.max.map(f32::to_bits);
             let alpha = if any(moved) { Some(state.rescale(before, state.max)) } else { None };
             (W::encode(s, units, state.max, self.call.promote), alpha)
@@ -326,9 +307,7 @@ impl<const STAGES: u32> Consumer<'_, Int8, STAGES> {
             shared.v_full(self.v.stage()).wait(self.v.parity());
             *s = [ZERO; KEYS / 2];
             pin(s);
-            pin(&mut self.p);
-            pin(&mut state.partial.values);
-            pin(&mut state.partial.ones);
+            self.pin_product(state);
             pin(&mut state.pending.sums);
             wgmma::fence();
             issue(s, self.q, shared.k(self.k.stage()));
@@ -355,9 +334,7 @@ impl<const STAGES: u32> Consumer<'_, Int8, STAGES> {
             // l += r(j), promotion, means
             wgmma::wait::<0>();
             pin(s);
-            pin(&mut self.p);
-            pin(&mut state.partial.values);
-            pin(&mut state.partial.ones);
+            self.pin_product(state);
             if self.leader {
                 shared.v_free(self.v.stage()).arrive();
                 if means_read {

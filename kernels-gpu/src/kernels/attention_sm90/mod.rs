@@ -29,17 +29,13 @@ use self::int8::Int8;
 use self::memory::{Shared, produce};
 use self::packed::{E4m3, F16};
 use super::call::{Call, Work, entry};
-use super::epilogue::{PEAK_E4M3, RowEnd, finish};
+use super::epilogue::{BLOCK_ROWS, PEAK_E4M3, RowEnd, finish};
 use super::softmax::{Encoder, Exp2, ExpCast, Quadratic};
-use super::tiles::ROWS;
 use super::{STAGES_E4M3, STAGES_F16};
 use crate::ptx::SharedAddr;
 use crate::ptx::shuffle::broadcast;
 use crate::ptx::special::{claim_registers, release_registers, thread_idx_x};
 use crate::ptx::wgmma::{self, Descriptor};
-
-/// Query rows of a block.
-const BLOCK_ROWS: u32 = 2 * ROWS as u32;
 
 /// The tiles of queries and keys.
 trait Format {

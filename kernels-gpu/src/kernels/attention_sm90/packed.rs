@@ -217,9 +217,7 @@ impl<S: Scores, const STAGES: u32> Consumer<'_, S, STAGES> {
             // l += r(j-1), promotion, means
             wgmma::wait::<0>();
             pin(other);
-            pin(&mut self.p);
-            pin(&mut state.partial.values);
-            pin(&mut state.partial.ones);
+            self.pin_product(state);
             if self.leader {
                 if more {
                     shared.k_free(last_k.stage()).arrive();
@@ -244,9 +242,7 @@ impl<S: Scores, const STAGES: u32> Consumer<'_, S, STAGES> {
             // A += P(j) R(j) and S(j+2) = Q K(j+2)^T; behind the last block once more that one's scores
             pack(s, W::PACK, &mut self.p);
             pin(s);
-            pin(&mut self.p);
-            pin(&mut state.partial.values);
-            pin(&mut state.partial.ones);
+            self.pin_product(state);
             pin(&mut state.pending.sums);
             wgmma::fence();
             W::issue(&mut state.partial, &self.p, shared.v(self.v.stage()), !state.fresh);
