@@ -12,7 +12,7 @@ pub enum Error {
     /// Shape, length or stride of a tensor does not fit.
     #[error("tensor `{tensor}`: expected {expected}, given {given}")]
     Tensor {
-        /// Name of the tensor: `q`, `k`, `v`, `o`, `lse`, `kv_lens`.
+        /// Name of the tensor: `q`, `k`, `v`, `o`, `lse`, `kv_lens`, or of a rotary table: `q_cos`, `q_sin`, `k_cos`, `k_sin`.
         tensor: &'static str,
         /// What would have been accepted.
         expected: String,

@@ -2,6 +2,8 @@
 //! operands bit for bit, outputs against the CPU backend's `vc4` and against f64 on the same dequantized operands.
 
 mod emulated;
+#[path = "common/rope.rs"]
+mod rope;
 
 use emulated::{Case, Family, checks, fp4};
 use half::{bf16, f16};
@@ -12,7 +14,7 @@ use rand_distr::{Distribution, StandardNormal};
 use vc_attention::backend::Backend;
 use vc_attention::backend::cpu::Cpu;
 use vc_attention::recipe::{Recipe, vc};
-use vc_attention::{Elements, NonFinite, Options, Plan, Problem, TensorView};
+use vc_attention::{Elements, Layout, NonFinite, Options, Plan, Problem, TensorView};
 
 const BOTH: [Family; 2] = [Family::Fp4Native, Family::Fp4Decoded];
 
@@ -106,6 +108,17 @@ fn both_forms_agree() {
 /// Strided tensors of both types, an order of the tokens, lengths, padding: every code, scale and mean.
 #[test]
 fn operands_are_those_of_the_cpu() {
+    check_operands(false);
+}
+
+/// A token's angle goes with it to its place in the order, and the scale of a head is that of turned values.
+#[test]
+fn rope_is_applied_before_everything() {
+    check_operands(true);
+}
+
+/// With `turn`, the kernels turn Q and K by tables, and the CPU backend takes them turned, in f32.
+fn check_operands(turn: bool) {
     let (batch, q_heads, kv_heads) = (2, 4, 2);
     let schedules = [Schedule::Oldest, Schedule::Newest, Schedule::Random(5)];
     let shapes = [
@@ -160,6 +173,18 @@ fn operands_are_those_of_the_cpu() {
                 view("k", 1, kv_heads, kv_tokens),
                 view("v", 2, kv_heads, kv_tokens),
             );
+            let [q_cos, q_sin] = rope::tables(q_tokens, head_dim, 100.0);
+            let [k_cos, k_sin] = rope::tables(kv_tokens, head_dim, 300.0);
+            let turned = [rope::turned(&problem.q, &q_cos, &q_sin), rope::turned(&problem.k, &k_cos, &k_sin)];
+            let tables = [q_cos, q_sin, k_cos, k_sin];
+            if turn {
+                let view = |name, i: usize, heads, tokens| {
+                    let shape = [batch, heads, tokens, head_dim];
+                    TensorView::new(name, turned[i].as_slice(), shape, Layout::Bhsd).expect("a whole tensor")
+                };
+                problem.q = view("q", 0, q_heads, q_tokens);
+                problem.k = view("k", 1, kv_heads, kv_tokens);
+            }
             problem.kv_lens = lens.as_ref().map(|l| l.as_slice());
             problem.nonfinite = NonFinite::Propagate;
             let plan = Plan::new(&problem, &recipe, Options::default()).expect("a valid call");
@@ -190,11 +215,12 @@ fn operands_are_those_of_the_cpu() {
                 order: Some(&order),
                 kv_lens: kv_lens.as_ref().map(|l| l.as_slice()),
                 demean,
+                rope: turn.then_some(&tables),
                 scale: plan.scale,
                 schedule: schedules[i % 3],
                 broken,
             };
-            let context = format!("{bf16_bits} {demean} {lens:?} {q_tokens} {kv_tokens} {head_dim}");
+            let context = format!("{bf16_bits} {demean} {turn} {lens:?} {q_tokens} {kv_tokens} {head_dim}");
             let made = call.quantize();
             made.assert_codes(&call, &context, |b, h| Cpu.codes(&plan, [b, h], &qs, &ks, &vs));
 

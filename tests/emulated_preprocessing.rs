@@ -1,13 +1,16 @@
 //! The preprocessing kernels, run thread by thread on the host (`docs/emulation.md`): what they write is what the CPU
 //! backend's operands stand for, bit for bit, and grouping keeps its contracts.
 
+#[path = "common/rope.rs"]
+mod rope;
+
 use half::{bf16, f16};
 use kernels_gpu::emulation::{Launch, Memory, Schedule};
 use kernels_gpu::formats::e4m3;
 use kernels_gpu::kernels::tiles::{self, KEYS, MEAN_BLOCKS, MEAN_BYTES, ROWS, V_BYTES};
 use kernels_gpu::kernels::{Entry, PREPARE, kmeans, order, quantize_k, quantize_q, smooth_v, stats, tour};
 use kernels_gpu::layout::scale_groups;
-use kernels_gpu::numerics::{mean, rope, units};
+use kernels_gpu::numerics::{mean, units};
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
@@ -128,12 +131,6 @@ fn value(format: QkFormat, tile: &[u8], at: usize) -> f64 {
     }
 }
 
-/// Cosines and sines of a token's angles, one a pair of channels: `[tokens, dim / 2]` each.
-fn rope_tables(tokens: usize, dim: usize) -> [Vec<f32>; 2] {
-    let angle = |i: usize| (i / (dim / 2)) as f32 * 100f32.powf(-2.0 * (i % (dim / 2)) as f32 / dim as f32);
-    [f32::cos, f32::sin].map(|f| (0..tokens * dim / 2).map(|i| f(angle(i))).collect())
-}
-
 /// Prepares Q, K and V on an order from k-means and compares every value of every tile. With `turn`, the kernels turn Q and K by
 /// tables, and the CPU backend takes them turned, in f32.
 fn check(
@@ -156,26 +153,11 @@ fn check(
         k.view("k", &typed[1], batch),
         v.view("v", &typed[2], batch),
     );
-    let [q_rope, k_rope] = [q_tokens, kv_tokens].map(|tokens| rope_tables(tokens, head_dim));
-    let turned = |view: &TensorView, tables: Option<&[Vec<f32>; 2]>| {
-        let [batch, heads, tokens, dim] = view.shape();
-        let mut all = Vec::new();
-        for index in 0..batch * heads {
-            let mut head = view.read_head(index / heads, index % heads, tokens);
-            for (token, row) in head.chunks_exact_mut(dim).enumerate() {
-                if let Some([cos, sin]) = tables {
-                    let at = token * dim / 2..(token + 1) * dim / 2;
-                    rope::apply(row, &cos[at.clone()], &sin[at]);
-                }
-            }
-            all.extend(head);
-        }
-        all
-    };
-    let f32s;
+    let [q_rope, k_rope] =
+        [(q_tokens, 100.0), (kv_tokens, 300.0)].map(|(n, base)| rope::tables(n, head_dim, base));
+    let f32s = [(&problem.q, &q_rope), (&problem.k, &k_rope), (&problem.v, &[Vec::new(), Vec::new()])]
+        .map(|(view, [cos, sin])| rope::turned(view, cos, sin));
     if turn {
-        f32s =
-            [turned(&problem.q, Some(&q_rope)), turned(&problem.k, Some(&k_rope)), turned(&problem.v, None)];
         let view = |name, x: usize, heads, tokens| {
             TensorView::new(name, f32s[x].as_slice(), [batch, heads, tokens, head_dim], Layout::Bhsd)
         };

@@ -176,6 +176,18 @@ fn stages_bind_their_context_and_check_their_tensors() {
         assert!(matches!(odd, Err(Error::Tensor { tensor: "o", .. })), "{name}: {odd:?}");
         let none = stage(&Tensors { v: 0, ..tensors });
         assert!(matches!(none, Err(Error::Tensor { tensor: "v", .. })), "{name}: {none:?}");
+        let rope = Rope { k_cos: q, k_sin: q, ..Rope::default() };
+        for (rope, missing) in [
+            (Rope { q_sin: q, ..rope }, "q_cos"),
+            (Rope { q_cos: q, ..rope }, "q_sin"),
+            (Rope { k_cos: 0, ..rope }, "k_cos"),
+            (Rope { k_sin: q + 8, ..rope }, "k_sin"),
+        ] {
+            let refused = stage(&Tensors { rope, ..tensors });
+            let named = matches!(refused, Err(Error::Tensor { tensor, .. }) if tensor == missing);
+            assert!(named, "{name}, {missing}: {refused:?}");
+        }
+        stage(&Tensors { rope, ..tensors }).expect("tables of the keys alone are taken");
         // A thread that has no context yet.
         std::thread::scope(|scope| scope.spawn(|| stage(&tensors)).join().unwrap()).expect(name);
     }

@@ -33,6 +33,8 @@ pub struct Call<'a> {
     pub order: Option<&'a [u32]>,
     pub kv_lens: Option<&'a [u32]>,
     pub demean: bool,
+    /// Cosines and sines of q, those of k: `[tokens, head_dim / 2]` each.
+    pub rope: Option<&'a [Vec<f32>; 4]>,
     pub scale: f32,
     pub schedule: Schedule,
     /// A (batch * q_heads + head, row) of Q that is not finite: all of it becomes NaN.
@@ -106,24 +108,29 @@ impl Call<'_> {
         let [vb, vh, vt] = self.v.strides;
         let [nq, nk, hq, hk, d] =
             [self.q_tokens, self.kv_tokens, self.q_heads, self.kv_heads, self.head_dim].map(|n| n as u32);
-        let none = std::ptr::null();
+        let [q_cos, q_sin, k_cos, k_sin] = match self.rope {
+            Some(tables) => {
+                std::array::from_fn(|i| gpu.input(["q_cos", "q_sin", "k_cos", "k_sin"][i], &tables[i]))
+            }
+            None => [std::ptr::null(); 4],
+        };
         let rotation = d.next_power_of_two().max(16);
         run!(self, gpu, kv_blocks.div_ceil(8) * kv_total, stats::[k_stats_bf16, k_stats_f16](
-            k, none, none, lens, sums, poisoned, kb, kh, kt, nk, hk, d
+            k, k_cos, k_sin, lens, sums, poisoned, kb, kh, kt, nk, hk, d
         ));
         run!(self, gpu, kv_total, stats::[k_mean, k_mean](sums, lens, k_mean, nk, hk));
         run!(self, gpu, 2 * q_blocks * heads, quantize_fp4::[fp4_amax_q_bf16, fp4_amax_q_f16](
-            q, none, none, q_amax, qb, qh, qt, nq, hq, d, rotation
+            q, q_cos, q_sin, q_amax, qb, qh, qt, nq, hq, d, rotation
         ));
         run!(self, gpu, 2 * q_blocks * heads, quantize_fp4::[quantize_q_fp4_from_bf16, quantize_q_fp4_from_f16](
-            q, none, none, k_mean, q_amax, q_tiles, q_factor, lse_shift, qb, qh, qt, nq, hq, hk, d, rotation,
+            q, q_cos, q_sin, k_mean, q_amax, q_tiles, q_factor, lse_shift, qb, qh, qt, nq, hq, hk, d, rotation,
             self.scale
         ));
         run!(self, gpu, 2 * kv_blocks * kv_total, quantize_fp4::[fp4_amax_k_bf16, fp4_amax_k_f16](
-            k, none, none, k_mean, lens, k_amax, kb, kh, kt, nk, hk, d, rotation
+            k, k_cos, k_sin, k_mean, lens, k_amax, kb, kh, kt, nk, hk, d, rotation
         ));
         run!(self, gpu, 2 * kv_blocks * kv_total, quantize_fp4::[quantize_k_fp4_from_bf16, quantize_k_fp4_from_f16](
-            k, order, none, none, k_mean, lens, k_amax, k_tiles, k_scale, kb, kh, kt, nk, hk, d, rotation
+            k, order, k_cos, k_sin, k_mean, lens, k_amax, k_tiles, k_scale, kb, kh, kt, nk, hk, d, rotation
         ));
         run!(self, gpu, kv_blocks.div_ceil(8) * kv_total, smooth_v::[v_stats_fp4_bf16, v_stats_fp4_f16](
             v, order, lens, means, v_amax, shares, poisoned, vb, vh, vt, nk, hk, d

@@ -442,6 +442,7 @@ impl Tiles {
             order: None,
             kv_lens: kv_lens.as_deref(),
             demean: case.smooth,
+            rope: None,
             scale,
             schedule: case.schedule,
             broken: None,

@@ -115,6 +115,19 @@ impl<'g> OnGpu<'g> {
         Self { gpu, plan, tensors, shape, wanted, lens, o, lse, inputs }
     }
 
+    /// The call with rotary tables, cosines and sines of q and those of k; an empty one is absent.
+    pub fn with_rope(mut self, tables: &[Vec<f32>; 4]) -> Self {
+        let [q_cos, q_sin, k_cos, k_sin] = tables.each_ref().map(|table| {
+            if table.is_empty() {
+                return 0;
+            }
+            self.inputs.push(self.gpu.upload(&[&[0.0; LEAD / size_of::<f32>()], table.as_slice()].concat()));
+            self.inputs.last().map_or(0, Buffer::ptr) + LEAD as u64
+        });
+        self.tensors.rope = Rope { q_cos, q_sin, k_cos, k_sin };
+        self
+    }
+
     /// Runs the whole call and brings the result back.
     pub fn run(&self, grouping: Grouping) -> Result {
         self.launch(grouping);

@@ -54,6 +54,15 @@ pub fn warp_level() -> Option<Gpu> {
     Some(Gpu { stream: stream(device), device: device.clone(), _shared: Some(shared), _alone: None })
 }
 
+/// A test on the GPU with its own kernels and with the warp-level ones. One after the other: a thread that holds the GPU
+/// and asks for it again would wait for one that wants it alone, and that one for this.
+pub fn both(test: impl Fn(&Gpu)) {
+    for open in [gpu, warp_level] {
+        let Some(gpu) = open() else { return };
+        test(&gpu);
+    }
+}
+
 /// The GPU, for this test alone.
 pub fn gpu_alone() -> Option<Gpu> {
     let device = device()?;

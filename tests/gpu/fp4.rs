@@ -15,20 +15,11 @@ use crate::attention::{
 };
 use crate::call::{OnGpu, Twin, Wanted};
 use crate::common::{Case, recipe};
-use crate::device::{Gpu, gpu, warp_level};
+use crate::device::{Gpu, both};
 use crate::inputs::{Gaps, Inputs, plain};
 use crate::stages::Comparison;
 
 const KERNELS: [&str; 2] = ["vc4", "vc4+demean=off"];
-
-/// The GPU with its own kernels, and with those for sm_89.
-fn both(test: impl Fn(&Gpu)) {
-    let Some(own) = gpu() else { return };
-    test(&own);
-    drop(own);
-    let Some(warp_level) = warp_level() else { return };
-    test(&warp_level);
-}
 
 /// Element `i` of row `row` of a tile whose scales begin behind `rows` rows.
 fn value(tile: &[u8], rows: usize, row: usize, i: usize, tensor: f32) -> f32 {
@@ -47,7 +38,7 @@ fn check(gpu: &Gpu, case: &str, problem: &Problem, recipe: &Recipe) {
     compare(&format!("{case}: {} on {:?}", recipe.name, twin.plan.shape), &twin, &operands);
 }
 
-fn compare(case: &str, twin: &Twin, operands: &DeviceOperands) {
+pub fn compare(case: &str, twin: &Twin, operands: &DeviceOperands) {
     let s = twin.plan.shape;
     let (qk_dim, v_dim) = (twin.plan.qk_dim, twin.plan.v_dim);
     let codes = |batch, q_head| Cpu.codes(&twin.plan, [batch, q_head], &twin.q, &twin.k, &twin.v);

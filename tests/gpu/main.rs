@@ -7,6 +7,8 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+#[path = "../common/rope.rs"]
+mod rotary;
 
 mod attention;
 mod call;
@@ -16,6 +18,7 @@ mod fp4;
 mod grouping;
 mod inputs;
 mod large;
+mod rope;
 mod sanitize;
 mod schedule;
 mod stages;

@@ -46,6 +46,13 @@ fn sanitize_many_key_blocks() {
     everything(&gpu, Case::new([1, 1, 1], [128, 2177], 128), Layout::Bhsd, None);
 }
 
+/// Tables are read to their ends and no further.
+#[test]
+fn sanitize_rope() {
+    let Some(gpu) = gpu() else { return };
+    crate::rope::small(&gpu);
+}
+
 /// Clusters beyond one pass of the assignment, and chunks of the sort.
 #[test]
 fn sanitize_many_clusters() {

@@ -9,7 +9,7 @@ use vc_attention::{DType, Layout, NonFinite, Problem, Recipe};
 
 use crate::call::{OnGpu, Twin, Wanted};
 use crate::common::{Case, Rng, recipe};
-use crate::device::{Gpu, gpu, warp_level};
+use crate::device::{Gpu, both, gpu};
 use crate::inputs::{Gaps, Inputs, plain};
 
 /// V-Smooth and the plain kernel's operands, FP16 and E4M3 (rotated) Q and K.
@@ -56,7 +56,7 @@ impl<'a> Comparison<'a> {
 
 /// Format of a Q or K tile.
 #[derive(Clone, Copy)]
-struct Format {
+pub struct Format {
     width: usize,
     encode: fn(f32) -> u32,
     decode: fn(u32) -> f32,
@@ -117,15 +117,19 @@ pub fn check(gpu: &Gpu, case: &str, problem: &Problem, recipe: &Recipe) {
     let twin_problem = Problem { nonfinite: NonFinite::Propagate, ..*problem };
     let twin = Twin::new(&twin_problem, recipe, &call.orders(&operands));
     let case = format!("{case}: {} from {:?}, {:?}", recipe.name, problem.q.dtype(), twin.plan.shape);
-    let format = match recipe.qk {
+    compare(&case, &twin, &operands, format(recipe));
+}
+
+/// Of the recipe's Q and K tiles, unless they are NVFP4.
+pub fn format(recipe: &Recipe) -> Format {
+    match recipe.qk {
         QkFormat::F16 => F16,
         QkFormat::Int8 => INT8,
         _ => E4M3,
-    };
-    compare(&case, &twin, &operands, format);
+    }
 }
 
-fn compare(case: &str, twin: &Twin, operands: &DeviceOperands, format: Format) {
+pub fn compare(case: &str, twin: &Twin, operands: &DeviceOperands, format: Format) {
     let s = twin.plan.shape;
     let blocks = s.kv_tokens.div_ceil(KEYS);
     let (q_rows, kv_rows) = (s.q_tokens.next_multiple_of(2 * ROWS), blocks * KEYS);
@@ -241,16 +245,16 @@ fn stages_in_sequence() {
 /// INT8 queries and keys, by the quantizers of both modules that a Hopper GPU runs.
 #[test]
 fn stages_of_int8() {
-    // One after the other: a thread that holds both would wait for itself behind a test that wants to be alone.
-    for open in [gpu, warp_level] {
-        let Some(gpu) = open() else { return };
-        for (i, dim) in DIMS.into_iter().enumerate() {
-            let tokens = [[129, 1023], [1, 191], [64, 128], [200, 127], [65, 2100], [128, 384]][i];
-            for (j, dtype) in TYPES.into_iter().enumerate() {
-                let inputs = plain(Case::new([i % 3 + 1, 4, 2], tokens, dim), 20 + j as u64, dtype);
-                for text in ["vc8", "vc8-expcast+demean=off+order=sequence"] {
-                    check(&gpu, "INT8", &inputs.problem(), &recipe(text));
-                }
+    both(stages_of_int8_on);
+}
+
+fn stages_of_int8_on(gpu: &Gpu) {
+    for (i, dim) in DIMS.into_iter().enumerate() {
+        let tokens = [[129, 1023], [1, 191], [64, 128], [200, 127], [65, 2100], [128, 384]][i];
+        for (j, dtype) in TYPES.into_iter().enumerate() {
+            let inputs = plain(Case::new([i % 3 + 1, 4, 2], tokens, dim), 20 + j as u64, dtype);
+            for text in ["vc8", "vc8-expcast+demean=off+order=sequence"] {
+                check(gpu, "INT8", &inputs.problem(), &recipe(text));
             }
         }
     }

@@ -42,21 +42,27 @@ pub struct Tensors {
     pub lse: DevicePtr,
     /// u32 `[batch]`, or 0: valid keys of every batch.
     pub kv_lens: DevicePtr,
-    /// Rotary tables of the queries and of the keys, or 0.
+    /// Rotary tables of the queries and of the keys.
     pub rope: Rope,
 }
 
-/// Rotary embedding, applied on the way into the operands: f32 [tokens, head_dim / 2] tables of the angles'
-/// cosines and sines for interleaved pairs of channels; 0 where the tensors are rotated already.
+/// Rotary embedding of q and k on the way into the operands, in f32 and before everything else: interleaved channels
+/// `x[2i]` = a and `x[2i + 1]` = b become a c - b s and a s + b c, with entry i of the token's rows of cosines c and sines s
+/// (`kernels_gpu::numerics::rope::apply`).
+///
+/// A table is f32 `[tokens, head_dim / 2]`, contiguous and 16-byte aligned, for all batches and heads. Its rows follow the
+/// tokens, whatever the order of the keys; those from the largest of `kv_lens` on are not read. Both tables of a tensor
+/// are 0 where it is rotated already. A model that pairs channel i with i + head_dim / 2 brings channels 0, head_dim / 2, 1,
+/// head_dim / 2 + 1, ... of q and k in this order, which changes no score.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rope {
-    /// Cosines by query token.
+    /// Cosines by query token, `[q_tokens, head_dim / 2]`, or 0.
     pub q_cos: DevicePtr,
-    /// Sines by query token.
+    /// Sines by query token, as many.
     pub q_sin: DevicePtr,
-    /// Cosines by key token.
+    /// Cosines by key token, `[kv_tokens, head_dim / 2]`, or 0.
     pub k_cos: DevicePtr,
-    /// Sines by key token.
+    /// Sines by key token, as many.
     pub k_sin: DevicePtr,
 }
 
@@ -1101,6 +1107,19 @@ fn check_tensors(tensors: &Tensors) -> Result<()> {
             return Err(Error::Tensor {
                 tensor,
                 expected: "a device pointer that is a multiple of 16".into(),
+                given: format!("{ptr:#x}"),
+            });
+        }
+    }
+    let Rope { q_cos, q_sin, k_cos, k_sin } = tensors.rope;
+    for (tensor, ptr, other) in
+        [("q_cos", q_cos, q_sin), ("q_sin", q_sin, q_cos), ("k_cos", k_cos, k_sin), ("k_sin", k_sin, k_cos)]
+    {
+        if ptr == 0 && other != 0 || ptr % 16 != 0 {
+            return Err(Error::Tensor {
+                tensor,
+                expected: "a device pointer that is a multiple of 16, or 0 for cosines and sines alike"
+                    .into(),
                 given: format!("{ptr:#x}"),
             });
         }
