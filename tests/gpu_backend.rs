@@ -8,6 +8,7 @@ mod fake_driver;
 
 use common::{Case, F32_LSE, o, recipe};
 use fake_driver::here;
+use kernels_gpu::formats::nvfp4::tensor_scale;
 use vc_attention::backend::Backend;
 use vc_attention::backend::cpu::Cpu;
 use vc_attention::backend::cuda::{Buffer, Cuda, DevicePlan, Rope, Session, Spec, Tensors};
@@ -190,5 +191,39 @@ fn stages_bind_their_context_and_check_their_tensors() {
         stage(&Tensors { rope, ..tensors }).expect("tables of the keys alone are taken");
         // A thread that has no context yet.
         std::thread::scope(|scope| scope.spawn(|| stage(&tensors)).join().unwrap()).expect(name);
+    }
+}
+
+/// Every kernel that reads q or k gets the rotary tables of that tensor.
+#[test]
+fn kernels_get_the_tables_of_their_tensor() {
+    if !here("kernels_get_the_tables_of_their_tensor", "rope") {
+        return;
+    }
+    let gpu = gpu();
+    let shape = vc_attention::Shape::new(CASE.q_shape(), CASE.kv_shape(), CASE.kv_shape()).unwrap();
+    let buffers = [(); 4].map(|()| Buffer::new(gpu.gpu(), 2 * 2 * 200 * 64).unwrap());
+    let tables = [1.0f32, 2.0, 3.0, 4.0].map(|x| Buffer::from_slice(gpu.gpu(), &[x; 200 * 32]).unwrap());
+    let ([q, k, v, o], [q_cos, q_sin, k_cos, k_sin]) =
+        (buffers.each_ref().map(Buffer::ptr), tables.each_ref().map(Buffer::ptr));
+    let tensors = Tensors { q, k, v, o, lse: 0, kv_lens: 0, rope: Rope { q_cos, q_sin, k_cos, k_sin } };
+    for text in ["vc16-expcast", "vc8-fp8qk", "vc8", "vc4"] {
+        let spec = Spec::contiguous(shape, recipe(text), 0.125, DType::Bf16, DType::Bf16);
+        let plan = DevicePlan::new(gpu.gpu(), spec).unwrap();
+        // SAFETY: the buffers have the sizes of the plan; the faked kernels are through when the call returns.
+        unsafe { plan.prepare(gpu.stream(), &tensors) }.unwrap();
+        let found = plan.operands(gpu.stream()).unwrap();
+        // The faked kernels write the first angles that they are given.
+        let first = |x: &[u8]| [0, 4].map(|at| f32::from_le_bytes([x[at], x[at + 1], x[at + 2], x[at + 3]]));
+        assert_eq!([first(&found.q), first(&found.k)], [[1.0, 2.0], [3.0, 4.0]], "{text}: quantizers");
+        assert_eq!(found.k_mean[..2], [3.0, 4.0], "{text}: statistics of K");
+        if text == "vc4" {
+            let [q, k, _] = found.tensor_scales;
+            assert_eq!(
+                (q, k),
+                (vec![tensor_scale(1.0), tensor_scale(2.0)], vec![3.0, 4.0]),
+                "largest magnitudes"
+            );
+        }
     }
 }

@@ -79,12 +79,38 @@ pub extern "C" fn fake_allocations() -> usize {
     ALLOCATIONS.load(Ordering::Relaxed)
 }
 
+/// Under `rope`, what a kernel that takes rotary tables leaves in place of what it computes: the first cosine and the first sine
+/// that it is given, where its operand, sums or largest magnitudes begin. What the host cannot read is passed on to what it can.
+unsafe fn first_angles(name: &[u8], parameter: impl Fn(usize) -> u64) {
+    // Where two neighboring words come from: two tables, or one tensor.
+    let (from, to) = match name {
+        _ if name.starts_with(b"k_stats") => ([(1, 0), (2, 0)], 4),
+        b"k_mean" => ([(0, 0), (0, 1)], 2),
+        _ if name.starts_with(b"quantize_q") => ([(1, 0), (2, 0)], 5),
+        _ if name.starts_with(b"quantize_k") => ([(2, 0), (3, 0)], 7),
+        _ if name.starts_with(b"fp4_amax_q") => ([(1, 0), (2, 0)], 3),
+        _ if name.starts_with(b"fp4_amax_k") => ([(1, 0), (2, 0)], 5),
+        _ => return,
+    };
+    let copy = |from: [(usize, usize); 2], to: usize| unsafe {
+        let words = from.map(|(i, at)| (parameter(i) as *const u32).add(at).read());
+        (parameter(to) as *mut [u32; 2]).write(words);
+    };
+    copy(from, to);
+    if name.starts_with(b"quantize_k_fp4") {
+        copy([(6, 0), (6, 1)], 8);
+    }
+}
+
 /// What a kernel leaves where that is asked for (see `cuLaunchKernel`): an assignment moves the first token to cluster 1; the attention (of
 /// Hopper) writes a 1 of its output type, and under `loud` a score beyond f16.
 unsafe fn launched(name: &CStr, parameters: *mut *mut c_void) {
     let name = name.to_bytes();
     unsafe {
         let parameter = |i: usize| parameters.add(i).read().cast::<u64>().read();
+        if is("rope") {
+            return first_angles(name, parameter);
+        }
         if name.starts_with(b"kmeans_assign") {
             (parameter(4) as *mut u16).write(1);
         } else if name.starts_with(b"attention_sm90") {
@@ -200,7 +226,7 @@ entries! {
         if attends && is("second-attention-fails") && ATTENTIONS.fetch_add(1, Ordering::Relaxed) == 1 {
             return ILLEGAL_ADDRESS;
         }
-        if is("traces") || is("loud") || is("second-attention-fails") {
+        if is("traces") || is("rope") || is("loud") || is("second-attention-fails") {
             launched(CStr::from_ptr(function.cast()), parameters);
         }
         SUCCESS
