@@ -547,11 +547,11 @@ fn heads_with_huge_scores_run_with_f32_scores_and_stay_accurate() {
 }
 
 /// The scores are small, but half of the channels add up to thousands of code units that the other half cancels:
-/// in binary16 the rest would be lost.
+/// in binary16 sums the rest would be lost. (Offsets much larger than these would lose it to the rounding of K.)
 #[test]
 fn partial_sums_beyond_f16_count_as_huge_scores() {
     let case = Case::new([1, 1, 1], [32, 256], 128);
-    for size in [8.0f32, 300.0] {
+    for size in [8.0f32, 40.0] {
         let mut data = case.normal(16);
         for x in data.q.chunks_exact_mut(128) {
             x.iter_mut().for_each(|x| *x = size + 4.0 / size * *x);

@@ -6,7 +6,7 @@ use common::{
     NearestInTable, Noise, f16_fma_exact, f16_of_fixed_point, finite_f16, fixed_point, for_every_magnitude,
     magnitudes, sample_f32,
 };
-use half::f16;
+use half::{bf16, f16};
 use kernels_gpu::formats::{e2m1, e4m3, f16 as emulated_f16, int8, nvfp4};
 use proptest::prelude::*;
 
@@ -50,9 +50,15 @@ fn check_e2m1(table: &NearestInTable, x: f32) {
 #[track_caller]
 fn check_f16(x: f32) {
     for x in [x, -x] {
-        let (ours, theirs) = (emulated_f16::round(x), f16::from_f32(x).to_f32());
-        let same = if x.is_nan() { ours.is_nan() } else { ours.to_bits() == theirs.to_bits() };
-        assert!(same, "round({x:e}) = {ours:e}, half says {theirs:e}");
+        let key = f16::from_f32(bf16::from_f32(x).to_f32()).to_f32();
+        for (name, ours, theirs) in [
+            ("round", emulated_f16::round(x), f16::from_f32(x).to_f32()),
+            ("round_key", emulated_f16::round_key(x), key),
+        ] {
+            let same = if x.is_nan() { ours.is_nan() } else { ours.to_bits() == theirs.to_bits() };
+            assert!(same, "{name}({x:e}) = {ours:e}, half says {theirs:e}");
+        }
+        assert_eq!(key.is_finite(), bf16::from_f32(x).to_f32().abs() <= emulated_f16::KEY_MAX);
     }
 }
 

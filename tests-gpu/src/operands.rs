@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::{Context, Result, bail, ensure};
 use fastrand::Rng;
 use half::{bf16, f16};
-use kernels_gpu::formats::e4m3;
+use kernels_gpu::formats::{self, e4m3};
 use kernels_gpu::kernels::tiles::{self, HEAD_DIM, KEYS, MEAN_BLOCKS, ROWS};
 use safetensors::{Dtype, SafeTensors};
 
@@ -166,13 +166,13 @@ impl Problem {
             v_tiles: vec![0; kv_heads * blocks * tiles::V_BYTES],
             mean_tiles: vec![0; kv_heads * groups * tiles::MEAN_BYTES],
         };
-        // Scores: one element at a time, the same for Q and K but for the tile's rows.
-        let put = |x: f32, tile: &mut [u8], f16_at: usize, e4m3_at: usize| -> f64 {
+        // Scores: one element at a time, the same for Q and K but for the tile's rows and the rounding to FP16.
+        let put = |x: f32, tile: &mut [u8], [f16_at, e4m3_at]: [usize; 2], round: fn(f32) -> f32| -> f64 {
             if variant.e4m3_scores {
                 tile[e4m3_at] = e4m3::encode(x);
                 e4m3::decode(tile[e4m3_at]) as f64
             } else {
-                let h = f16::from_f32(x);
+                let h = f16::from_f32(round(x));
                 tile[f16_at..f16_at + 2].copy_from_slice(&h.to_le_bytes());
                 h.to_f64()
             }
@@ -181,13 +181,23 @@ impl Problem {
             let (head, token, c) = (i / HEAD_DIM / s.q, i / HEAD_DIM % s.q, i % HEAD_DIM);
             let tile = &mut o.q_tiles[(head * q_tiles + token / ROWS) * q_bytes..][..q_bytes];
             let r = token % ROWS;
-            o.q[i] = put(self.q[i], tile, tiles::q_tile_offset_f16(r, c), tiles::q_tile_offset_e4m3(r, c));
+            o.q[i] = put(
+                self.q[i],
+                tile,
+                [tiles::q_tile_offset_f16(r, c), tiles::q_tile_offset_e4m3(r, c)],
+                formats::f16::round,
+            );
         }
         for i in 0..self.k.len() {
             let (head, token, c) = (i / HEAD_DIM / s.kv, i / HEAD_DIM % s.kv, i % HEAD_DIM);
             let tile = &mut o.k_tiles[(head * blocks + token / KEYS) * k_bytes..][..k_bytes];
             let r = token % KEYS;
-            o.k[i] = put(self.k[i], tile, tiles::k_tile_offset_f16(r, c), tiles::k_tile_offset_e4m3(r, c));
+            o.k[i] = put(
+                self.k[i],
+                tile,
+                [tiles::k_tile_offset_f16(r, c), tiles::k_tile_offset_e4m3(r, c)],
+                formats::f16::round_key,
+            );
         }
         for head in 0..kv_heads {
             self.pack_values(head, variant, &mut o);

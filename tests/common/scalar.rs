@@ -3,7 +3,7 @@
 
 use std::f32::consts::LOG2_E;
 
-use half::f16;
+use half::{bf16, f16};
 
 /// Q, K and their scores.
 #[derive(Clone, Copy, PartialEq)]
@@ -118,15 +118,18 @@ fn scores(r: &Scalar, mut q: Vec<Vec<f32>>, mut k: Vec<Vec<f32>>, scale: f32) ->
     match r.qk {
         Qk::F16 | Qk::E4m3 => {
             let balance = if r.qk == Qk::E4m3 { (4.0 - (amax_q * side).log2().floor()).exp2() } else { 1.0 };
-            let (round, step): (fn(f64) -> f64, _) =
-                if r.qk == Qk::E4m3 { (e4m3, 32) } else { (half_of, 16) };
+            // A key in FP16 has BF16's 8 significant bits.
+            let (round, round_key, step): (fn(f64) -> f64, fn(f64) -> f64, _) = match r.qk {
+                Qk::E4m3 => (e4m3, e4m3, 32),
+                _ => (half_of, |x| half_of(bf16::from_f64(x).to_f64()), 16),
+            };
             let side_q = (side * balance).copysign(scale);
             let side_k = side / balance;
-            let code = |x: &Vec<f32>, side: f32| -> Vec<f64> {
+            let code = |x: &Vec<f32>, side: f32, round: fn(f64) -> f64| -> Vec<f64> {
                 x.iter().map(|x| round(f64::from(x * side))).collect()
             };
-            let q: Vec<_> = q.iter().map(|x| code(x, side_q)).collect();
-            let k: Vec<_> = k.iter().map(|x| code(x, side_k)).collect();
+            let q: Vec<_> = q.iter().map(|x| code(x, side_q, round)).collect();
+            let k: Vec<_> = k.iter().map(|x| code(x, side_k, round_key)).collect();
             let score = |q: &Vec<f64>, k: &Vec<f64>| {
                 q.chunks(step)
                     .zip(k.chunks(step))

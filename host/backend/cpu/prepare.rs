@@ -116,7 +116,8 @@ pub fn quantize_q(plan: &Plan, (mut x, nonfinite): (Vec<f32>, Vec<bool>), balanc
             vectorized(|| x.iter_mut().for_each(|x| *x *= units));
             Vec::new()
         }
-        format if in_code_units(plan) => round_in_code_units(&mut x, dim, format, side),
+        QkFormat::F16 => round_in_code_units(&mut x, dim, side, f16::MAX, f16::round),
+        _ if in_code_units(plan) => round_in_code_units(&mut x, dim, side, e4m3::MAX, e4m3::round),
         format => {
             let mut factor = quantize_rows(&mut x, dim, format, scale_groups::q_group);
             factor.iter_mut().for_each(|f| *f *= units);
@@ -159,11 +160,11 @@ pub fn k_head(
     if plan.recipe.center_q {
         k.unquantized = x.clone();
     }
+    let side = units::code_unit_factor(plan.scale) / balance;
     k.factor = match plan.recipe.qk {
         QkFormat::F32 => Vec::new(),
-        format if in_code_units(plan) => {
-            round_in_code_units(&mut x, dim, format, units::code_unit_factor(plan.scale) / balance)
-        }
+        QkFormat::F16 => round_in_code_units(&mut x, dim, side, f16::KEY_MAX, f16::round_key),
+        _ if in_code_units(plan) => round_in_code_units(&mut x, dim, side, e4m3::MAX, e4m3::round),
         format => quantize_rows(&mut x, dim, format, scale_groups::k_group),
     };
     k.codes = x;
@@ -263,17 +264,19 @@ fn in_code_units(plan: &Plan) -> bool {
     plan.recipe.qk == QkFormat::F16 || plan.recipe.scores == ScoreType::F16
 }
 
-/// FP16 or E4M3 of `x * side`. A head that leaves the format's range is brought back by a power of two, which
-/// then is every row's factor; no factors otherwise.
-fn round_in_code_units(x: &mut [f32], dim: usize, format: QkFormat, side: f32) -> Vec<f32> {
-    let limit = if format == QkFormat::F16 { f16::MAX } else { e4m3::MAX };
+/// `round` of `x * side`, which keeps magnitudes up to `limit` finite. A head that leaves this range is brought back by a power
+/// of two, which then is every row's factor; no factors otherwise.
+fn round_in_code_units(
+    x: &mut [f32],
+    dim: usize,
+    side: f32,
+    limit: f32,
+    round: impl Fn(f32) -> f32,
+) -> Vec<f32> {
     let amax = f64::from(amax(x)) * f64::from(side.abs());
     let excess = (amax / f64::from(limit)).log2().ceil().max(0.0).exp2();
     let side = (f64::from(side) / excess) as f32;
-    vectorized(|| match format {
-        QkFormat::F16 => x.iter_mut().for_each(|x| *x = f16::round(*x * side)),
-        _ => x.iter_mut().for_each(|x| *x = e4m3::round(*x * side)),
-    });
+    vectorized(|| x.iter_mut().for_each(|x| *x = round(*x * side)));
     if excess > 1.0 { vec![excess as f32; x.len() / dim] } else { Vec::new() }
 }
 

@@ -9,6 +9,8 @@ use super::minifloat::{EXPONENT, MAGNITUDE, snap};
 
 /// Largest finite value.
 pub const MAX: f32 = 65504.0;
+/// Largest magnitude of a key: of the values with BF16's 8 significant bits the last below [`MAX`].
+pub const KEY_MAX: f32 = 65280.0;
 
 /// `x` to the nearest binary16 value, ties to even, as `f32`; branch-free.
 ///
@@ -25,6 +27,17 @@ pub fn round(x: f32) -> f32 {
     let beyond = if magnitude_bits > EXPONENT { magnitude_bits } else { EXPONENT };
     let value = if value < 65536.0 { value.to_bits() as i32 } else { beyond };
     f32::from_bits((value | bits & !MAGNITUDE) as u32)
+}
+
+/// `x` as a key in FP16: to the nearest BF16 value, ties to even, and that to FP16, which is exact unless it is subnormal there.
+///
+/// The low bits of a key are noise next to E4M3 probabilities, and the Tensor Core's power, which bounds the speed, goes with the
+/// bits of its operands that flip (`docs/performance.md`, 12).
+#[inline(always)]
+pub fn round_key(x: f32) -> f32 {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) & 0xffff_0000;
+    round(if x.is_nan() { x } else { f32::from_bits(rounded) })
 }
 
 /// `a * b + c` of binary16 values with one rounding, as `fma.rn.f16`; branch-free.

@@ -1,4 +1,4 @@
-//! Keys to operand tiles: gather, RoPE, centring, rotation, scale, FP16 or E4M3 or INT8.
+//! Keys to operand tiles: gather, RoPE, centring, rotation, scale, FP16 (of 8 significant bits) or E4M3 or INT8.
 //!
 //! # Parameters of every entry `quantize_k_{f16, e4m3, i8}_from_{bf16, f16}`
 //! Tensor and strides are those of [`input`](super::input); heads are numbered batch * heads + head.
@@ -26,7 +26,7 @@
 //! their scales.
 
 use super::input::{Bf16, CHUNK, Element, F16, Head, token_at, valid_tokens};
-use super::rows::{Code, Divisor, E4m3, Half, Int8, LANES, Part};
+use super::rows::{Code, Divisor, E4m3, HalfKey, Int8, LANES, Part};
 use super::tiles::{self, KEYS};
 use crate::formats::int8;
 use crate::layout::scale_groups;
@@ -217,8 +217,8 @@ macro_rules! entry {
     };
 }
 
-entry!(quantize_k_f16_from_bf16, Bf16, Half);
-entry!(quantize_k_f16_from_f16, F16, Half);
+entry!(quantize_k_f16_from_bf16, Bf16, HalfKey);
+entry!(quantize_k_f16_from_f16, F16, HalfKey);
 entry!(quantize_k_e4m3_from_bf16, Bf16, E4m3);
 entry!(quantize_k_e4m3_from_f16, F16, E4m3);
 entry!(quantize_k_i8_from_bf16, Bf16, Int8);

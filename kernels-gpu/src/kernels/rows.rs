@@ -219,6 +219,26 @@ impl Code for Half {
     }
 }
 
+/// FP16 with BF16's 8 significant bits: [`round_key`](crate::formats::f16::round_key).
+pub struct HalfKey;
+
+impl Code for HalfKey {
+    const INT8: bool = false;
+    const BYTES: usize = 2;
+    const LIMIT: f32 = crate::formats::f16::KEY_MAX;
+
+    #[inline(always)]
+    unsafe fn store(to: *mut u8, x: &[f32; CHUNK as usize]) {
+        let mut keys = *x;
+        for pair in keys.as_chunks_mut::<2>().0 {
+            let rounded = convert::bf16x2(pair[0], pair[1]);
+            *pair = [rounded << 16, rounded & 0xffff_0000].map(f32::from_bits);
+        }
+        // SAFETY: the caller's contract.
+        unsafe { Half::store(to, &keys) }
+    }
+}
+
 /// E4M3.
 pub struct E4m3;
 
