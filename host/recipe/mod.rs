@@ -18,7 +18,7 @@ use crate::grouping::GroupingConfig;
 pub enum QkFormat {
     /// Not quantized.
     F32,
-    /// binary16 in code units (sqrt(|scale| 8 log2 e) on both sides): no scales.
+    /// binary16 in code units (sqrt(|scale| 8 log2 e) on both sides), K rounded to BF16's 8 significant bits first: no scales.
     F16,
     /// INT8 with SageAttention2's per-thread granularity: Q per 16-row tile by (row mod 8), K per 128 rows by
     /// (row mod 8) / 2.

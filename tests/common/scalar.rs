@@ -119,9 +119,10 @@ fn scores(r: &Scalar, mut q: Vec<Vec<f32>>, mut k: Vec<Vec<f32>>, scale: f32) ->
         Qk::F16 | Qk::E4m3 => {
             let balance = if r.qk == Qk::E4m3 { (4.0 - (amax_q * side).log2().floor()).exp2() } else { 1.0 };
             // A key in FP16 has BF16's 8 significant bits.
-            let (round, round_key, step): (fn(f64) -> f64, fn(f64) -> f64, _) = match r.qk {
-                Qk::E4m3 => (e4m3, e4m3, 32),
-                _ => (half_of, |x| half_of(bf16::from_f64(x).to_f64()), 16),
+            let step = if r.qk == Qk::E4m3 { 32 } else { 16 };
+            let [round, round_key]: [fn(f64) -> f64; 2] = match r.qk {
+                Qk::E4m3 => [e4m3, e4m3],
+                _ => [half_of, |x| half_of(bf16::from_f64(x).to_f64())],
             };
             let side_q = (side * balance).copysign(scale);
             let side_k = side / balance;
