@@ -173,11 +173,11 @@ fn check_operands(turn: bool) {
                 view("k", 1, kv_heads, kv_tokens),
                 view("v", 2, kv_heads, kv_tokens),
             );
-            let [q_cos, q_sin] = rope::tables(q_tokens, head_dim, 100.0);
-            let [k_cos, k_sin] = rope::tables(kv_tokens, head_dim, 300.0);
-            let turned = [rope::turned(&problem.q, &q_cos, &q_sin), rope::turned(&problem.k, &k_cos, &k_sin)];
-            let tables = [q_cos, q_sin, k_cos, k_sin];
+            let tables = rope::tables(q_tokens, kv_tokens, head_dim);
+            let turned;
             if turn {
+                let [q_cos, q_sin, k_cos, k_sin] = &tables;
+                turned = [rope::turned(&problem.q, q_cos, q_sin), rope::turned(&problem.k, k_cos, k_sin)];
                 let view = |name, i: usize, heads, tokens| {
                     let shape = [batch, heads, tokens, head_dim];
                     TensorView::new(name, turned[i].as_slice(), shape, Layout::Bhsd).expect("a whole tensor")

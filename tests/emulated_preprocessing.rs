@@ -153,11 +153,12 @@ fn check(
         k.view("k", &typed[1], batch),
         v.view("v", &typed[2], batch),
     );
-    let [q_rope, k_rope] =
-        [(q_tokens, 100.0), (kv_tokens, 300.0)].map(|(n, base)| rope::tables(n, head_dim, base));
-    let f32s = [(&problem.q, &q_rope), (&problem.k, &k_rope), (&problem.v, &[Vec::new(), Vec::new()])]
-        .map(|(view, [cos, sin])| rope::turned(view, cos, sin));
+    let tables = rope::tables(q_tokens, kv_tokens, head_dim);
+    let f32s;
     if turn {
+        let [q_cos, q_sin, k_cos, k_sin] = &tables;
+        f32s = [(&problem.q, q_cos, q_sin), (&problem.k, k_cos, k_sin), (&problem.v, &vec![], &vec![])]
+            .map(|(view, cos, sin)| rope::turned(view, cos, sin));
         let view = |name, x: usize, heads, tokens| {
             TensorView::new(name, f32s[x].as_slice(), [batch, heads, tokens, head_dim], Layout::Bhsd)
         };
@@ -211,9 +212,9 @@ fn check(
     let [kb, kh, kt] = k.strides().map(|s| s as i64);
     let [nq, nk, hq, hk, d] = [q_tokens, kv_tokens, q_heads, kv_heads, head_dim].map(|n| n as u32);
     let none = std::ptr::null();
-    let table = |gpu: &mut Memory, name, x: &Vec<f32>| if turn { gpu.input(name, x) } else { none };
-    let [q_cos, q_sin] = [("q_cos", &q_rope[0]), ("q_sin", &q_rope[1])].map(|(n, x)| table(&mut gpu, n, x));
-    let [k_cos, k_sin] = [("k_cos", &k_rope[0]), ("k_sin", &k_rope[1])].map(|(n, x)| table(&mut gpu, n, x));
+    let names = ["q_cos", "q_sin", "k_cos", "k_sin"];
+    let [q_cos, q_sin, k_cos, k_sin] =
+        std::array::from_fn(|i| if turn { gpu.input(names[i], &tables[i]) } else { none });
     let side = units::code_unit_factor(plan.scale);
     let rotation = if recipe.rotate_qk { d.next_power_of_two() } else { 0 };
     let balance = if recipe.qk == QkFormat::E4m3PerHead {

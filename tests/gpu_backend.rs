@@ -24,6 +24,18 @@ fn gpu() -> Cuda {
     Cuda::new(0).expect("the faked driver")
 }
 
+/// A plan of [`CASE`], and its tensors.
+fn device_plan(gpu: &Cuda, text: &str) -> DevicePlan {
+    let shape = vc_attention::Shape::new(CASE.q_shape(), CASE.kv_shape(), CASE.kv_shape()).unwrap();
+    let spec = Spec::contiguous(shape, recipe(text), 0.125, DType::Bf16, DType::Bf16);
+    DevicePlan::new(gpu.gpu(), spec).unwrap()
+}
+
+fn tensors_in(buffers: &[Buffer; 4]) -> Tensors {
+    let [q, k, v, o] = buffers.each_ref().map(Buffer::ptr);
+    Tensors { q, k, v, o, lse: 0, kv_lens: 0, rope: Rope::default() }
+}
+
 /// Labels of both heads: what the faked kernels keep but for the first token, which they assign to cluster 1.
 fn kept() -> Vec<KeptOrder> {
     let labels: Vec<u16> = (0..200).map(|t| if t == 0 { 0 } else { t % 3 }).collect();
@@ -154,12 +166,10 @@ fn stages_bind_their_context_and_check_their_tensors() {
         return;
     }
     let gpu = gpu();
-    let shape = vc_attention::Shape::new(CASE.q_shape(), CASE.kv_shape(), CASE.kv_shape()).unwrap();
-    let spec = Spec::contiguous(shape, recipe("vc16-expcast"), 0.125, DType::Bf16, DType::Bf16);
-    let plan = DevicePlan::new(gpu.gpu(), spec).unwrap();
+    let plan = device_plan(&gpu, "vc16-expcast");
     let buffers = [(); 4].map(|()| Buffer::new(gpu.gpu(), 2 * 2 * 200 * 64).unwrap());
-    let [q, k, v, o] = buffers.each_ref().map(Buffer::ptr);
-    let tensors = Tensors { q, k, v, o, lse: 0, kv_lens: 0, rope: Rope::default() };
+    let tensors = tensors_in(&buffers);
+    let Tensors { q, o, .. } = tensors;
     let (plan, stream) = (&plan, gpu.stream());
     type Stage<'a> = (&'a str, Box<dyn Fn(&Tensors) -> vc_attention::Result<()> + Sync + 'a>);
     // SAFETY: the buffers have the sizes of the plan; the faked kernels are through when a call returns.
@@ -201,15 +211,12 @@ fn kernels_get_the_tables_of_their_tensor() {
         return;
     }
     let gpu = gpu();
-    let shape = vc_attention::Shape::new(CASE.q_shape(), CASE.kv_shape(), CASE.kv_shape()).unwrap();
     let buffers = [(); 4].map(|()| Buffer::new(gpu.gpu(), 2 * 2 * 200 * 64).unwrap());
     let tables = [1.0f32, 2.0, 3.0, 4.0].map(|x| Buffer::from_slice(gpu.gpu(), &[x; 200 * 32]).unwrap());
-    let ([q, k, v, o], [q_cos, q_sin, k_cos, k_sin]) =
-        (buffers.each_ref().map(Buffer::ptr), tables.each_ref().map(Buffer::ptr));
-    let tensors = Tensors { q, k, v, o, lse: 0, kv_lens: 0, rope: Rope { q_cos, q_sin, k_cos, k_sin } };
+    let [q_cos, q_sin, k_cos, k_sin] = tables.each_ref().map(Buffer::ptr);
+    let tensors = Tensors { rope: Rope { q_cos, q_sin, k_cos, k_sin }, ..tensors_in(&buffers) };
     for text in ["vc16-expcast", "vc8-fp8qk", "vc8", "vc4"] {
-        let spec = Spec::contiguous(shape, recipe(text), 0.125, DType::Bf16, DType::Bf16);
-        let plan = DevicePlan::new(gpu.gpu(), spec).unwrap();
+        let plan = device_plan(&gpu, text);
         // SAFETY: the buffers have the sizes of the plan; the faked kernels are through when the call returns.
         unsafe { plan.prepare(gpu.stream(), &tensors) }.unwrap();
         let found = plan.operands(gpu.stream()).unwrap();

@@ -3,8 +3,14 @@
 use kernels_gpu::numerics::rope;
 use vc_attention::TensorView;
 
-/// Cosines and sines `[tokens, dim / 2]` of positions 0, 1, ... with frequencies `base`^(-2i / dim).
-pub fn tables(tokens: usize, dim: usize, base: f64) -> [Vec<f32>; 2] {
+/// Cosines and sines of q, those of k, `[tokens, dim / 2]` each: different ones for q and k, so that no table passes for another.
+pub fn tables(q_tokens: usize, kv_tokens: usize, dim: usize) -> [Vec<f32>; 4] {
+    let ([q_cos, q_sin], [k_cos, k_sin]) = (pair(q_tokens, dim, 100.0), pair(kv_tokens, dim, 300.0));
+    [q_cos, q_sin, k_cos, k_sin]
+}
+
+/// Cosines and sines of positions 0, 1, ... with frequencies `base`^(-2i / dim).
+fn pair(tokens: usize, dim: usize, base: f64) -> [Vec<f32>; 2] {
     let pairs = (0..tokens).flat_map(|t| (0..dim / 2).map(move |i| (t as f64, i as f64)));
     let angles = pairs.map(|(t, i)| t * base.powf(-2.0 * i / dim as f64));
     angles.map(|angle| (angle.cos() as f32, angle.sin() as f32)).unzip::<_, _, Vec<_>, Vec<_>>().into()

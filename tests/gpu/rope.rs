@@ -18,12 +18,8 @@ const FORMATS: [&str; 4] = ["vc16-expcast", "vc8-fp8qk", "vc8", "vc4"];
 /// Cosines and sines of q, those of k, `[tokens, head_dim / 2]` each; empty where a tensor is not turned.
 type Tables = [Vec<f32>; 4];
 
-/// Different ones for q and k, so that no table passes for another.
 fn tables(case: &Case) -> Tables {
-    let [q, k] =
-        [rotary::tables(case.q_tokens, case.dim, 100.0), rotary::tables(case.kv_tokens, case.dim, 300.0)];
-    let ([q_cos, q_sin], [k_cos, k_sin]) = (q, k);
-    [q_cos, q_sin, k_cos, k_sin]
+    rotary::tables(case.q_tokens, case.kv_tokens, case.dim)
 }
 
 /// Values whose keys have a mean and loud channels, turned or not. The first query of every kv head has the largest element,

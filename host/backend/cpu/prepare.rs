@@ -117,7 +117,9 @@ pub fn quantize_q(plan: &Plan, (mut x, nonfinite): (Vec<f32>, Vec<bool>), balanc
             Vec::new()
         }
         QkFormat::F16 => round_in_code_units(&mut x, dim, side, f16::MAX, f16::round),
-        _ if in_code_units(plan) => round_in_code_units(&mut x, dim, side, e4m3::MAX, e4m3::round),
+        _ if plan.recipe.scores == ScoreType::F16 => {
+            round_in_code_units(&mut x, dim, side, e4m3::MAX, e4m3::round)
+        }
         format => {
             let mut factor = quantize_rows(&mut x, dim, format, scale_groups::q_group);
             factor.iter_mut().for_each(|f| *f *= units);
@@ -164,7 +166,9 @@ pub fn k_head(
     k.factor = match plan.recipe.qk {
         QkFormat::F32 => Vec::new(),
         QkFormat::F16 => round_in_code_units(&mut x, dim, side, f16::KEY_MAX, f16::round_key),
-        _ if in_code_units(plan) => round_in_code_units(&mut x, dim, side, e4m3::MAX, e4m3::round),
+        _ if plan.recipe.scores == ScoreType::F16 => {
+            round_in_code_units(&mut x, dim, side, e4m3::MAX, e4m3::round)
+        }
         format => quantize_rows(&mut x, dim, format, scale_groups::k_group),
     };
     k.codes = x;
@@ -259,12 +263,7 @@ fn v_scale(amax_residual: f32, amax_mean: f32) -> f32 {
     if s > 0.0 { s } else { 1.0 }
 }
 
-/// Whether the codes of Q and K carry the scale, so that their products are code units.
-fn in_code_units(plan: &Plan) -> bool {
-    plan.recipe.qk == QkFormat::F16 || plan.recipe.scores == ScoreType::F16
-}
-
-/// `round` of `x * side`, which keeps magnitudes up to `limit` finite. A head that leaves this range is brought back by a power
+/// For codes that carry the scale, so that products of Q and K are code units: `round` of `x * side`, which keeps magnitudes up to `limit` finite. A head that leaves this range is brought back by a power
 /// of two, which then is every row's factor; no factors otherwise.
 fn round_in_code_units(
     x: &mut [f32],
@@ -299,7 +298,7 @@ fn quantize_rows(x: &mut [f32], dim: usize, format: QkFormat, int8_group: fn(usi
     let group: &dyn Fn(usize) -> usize = match format {
         QkFormat::Int8 => &int8_group,
         QkFormat::E4m3PerBlock => &|row| row / BLOCK,
-        QkFormat::E4m3PerHead | QkFormat::F16 | QkFormat::Nvfp4 | QkFormat::F32 => &|_| 0,
+        QkFormat::E4m3PerHead | QkFormat::Nvfp4 | QkFormat::F16 | QkFormat::F32 => &|_| 0,
     };
     let groups = (0..rows).map(group).max().map_or(0, |g| g + 1);
     let mut largest = vec![0.0f32; groups];
@@ -325,11 +324,11 @@ fn quantize_rows(x: &mut [f32], dim: usize, format: QkFormat, int8_group: fn(usi
                 QkFormat::E4m3PerBlock | QkFormat::E4m3PerHead => {
                     x.iter_mut().for_each(|x| *x = e4m3::round(*x / s));
                 }
-                QkFormat::F16 => x.iter_mut().for_each(|x| *x = f16::round(*x / s)),
                 QkFormat::Nvfp4 => {
                     x.as_chunks_mut().0.iter_mut().for_each(|block| nvfp4::round_block(block, s));
                 }
-                QkFormat::F32 => {}
+                // Never by rows.
+                QkFormat::F16 | QkFormat::F32 => {}
             }
         }
     });
